@@ -1,0 +1,23 @@
+"""lossyspec: a lossy speculative decoder that loads a tuned profile. Importing it does not import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .decoder import Completion, Decoder, Generation, Piece
+    from .profile import Match, Profile
+    from .settings import Sampling, Settings
+
+_LAZY = {"Completion": "decoder", "Decoder": "decoder", "Generation": "decoder", "Piece": "decoder",
+         "Match": "profile", "Profile": "profile", "Sampling": "settings", "Settings": "settings"}
+
+__all__ = ["Completion", "Decoder", "Generation", "Match", "Piece", "Profile", "Sampling", "Settings"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

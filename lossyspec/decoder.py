@@ -1,0 +1,220 @@
+"""`Decoder`: the runtime as production code uses it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .decoding import Job, Row, decode
+from .drafting import Draft, ModelDraft, NgramDraft
+from .errors import ConfigurationError, ProfileMismatch
+from .hardware import detect_hardware
+from .loading import LoadedModel, load, shared_vocab_size, tokenizer_sha256
+from .profile import Here, Match, ModelIdentity, Profile, choose, compare, device_of, read_profile
+from .runner import Runner
+from .sampling import Processor
+from .settings import Sampling, Settings, make_sampling
+from .stats import Stats
+from .stopping import Stopping, final_text, stable_text
+from .versions import versions
+
+logger = logging.getLogger("lossytune")
+
+Prompt = str | Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a streamed answer: the new text, and at the end the reason and the statistics."""
+
+    text: str
+    finish_reason: str | None = None
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. tokens: ids, with the EOS token where that ended it. finish_reason: `stop` or `length`."""
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    finish_reason: str
+
+
+@dataclass
+class Generation:
+    """The answers in the order of the prompts, and what was counted on the way."""
+
+    completions: list[Completion]
+    stats: Stats = field(default_factory=Stats)
+
+    def __getitem__(self, index: int) -> Completion:
+        return self.completions[index]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __iter__(self) -> Iterator[Completion]:
+        return iter(self.completions)
+
+
+def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt. Messages go through the chat template; a string too, as one user message, when the
+    tokenizer has a template, else it is taken as plain text."""
+    if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is None:
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigurationError("the tokenizer has no chat template: give prompts as plain strings")
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    if not ids:
+        raise ConfigurationError(f"prompt {prompt!r} has no tokens; it must have at least one")
+    return list(ids)
+
+
+class Decoder:
+    """Speculative decoding with one target, one draft and one set of settings.
+
+    draft: None for prompt lookup (n-gram), or a loaded model with the target's tokenizer.
+    match: how the profile that the settings come from fits this machine (None: settings given by hand).
+    """
+
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None = None, settings: Settings | None = None,
+                 sampling: Sampling | None = None, match: Match | None = None) -> None:
+        self.tokenizer = target.tokenizer
+        self.settings = settings or Settings(draft_length=4)
+        self.sampling = sampling or Sampling()
+        self.match = match
+        size = target.model.config.get_text_config().vocab_size
+        if self.tokenizer is not None:
+            size = min(size, max(self.tokenizer.get_vocab().values()) + 1)
+        if draft is not None:
+            size = shared_vocab_size(target.model, draft.model, target.tokenizer, draft.tokenizer)
+        self.target = Runner(target.model, "target", size)
+        self.draft: Draft = NgramDraft(device=self.target.device)
+        if draft is not None:
+            self.draft = ModelDraft(Runner(draft.model, "draft", size), size)
+        eos = target.model.generation_config.eos_token_id
+        ids = eos if isinstance(eos, list) else [eos]
+        self.eos_ids = frozenset(int(token) for token in ids if token is not None)
+
+    @classmethod
+    def from_profile(cls, profile: str | Path | Profile = "auto", task: str | None = None, target: str = "embedded",
+                     draft: str | None = None, *, allow_mismatch: bool = False, strict: bool = False) -> Decoder:
+        """A decoder with the settings of a profile: a path, a Profile, or `auto` for the best match for this machine.
+
+        `auto` without a match: lossless defaults, said in the log; with `strict` a ProfileMismatch instead. A profile
+        given by hand that does not fit raises ProfileMismatch with the fields that differ, unless `allow_mismatch`.
+        draft: the draft model of an `auto` search (None: prompt lookup); a profile brings its own.
+        """
+        chosen = read_profile(Path(profile)) if isinstance(profile, str | Path) and profile != "auto" else profile
+        if isinstance(chosen, Profile):
+            identity = chosen.match.draft
+            draft = None if identity.kind == "ngram" else identity.id
+            target = chosen.match.target.id
+        precision = chosen.settings.precision if isinstance(chosen, Profile) else Settings().precision
+        target_model = load(target, precision.target)
+        draft_model = load(draft, precision.draft or precision.target, role="draft") if draft else None
+        here = identify_here(target_model, draft_model)
+        if isinstance(chosen, Profile):
+            hard, soft = compare(chosen, here)
+            if hard and not allow_mismatch:
+                raise ProfileMismatch("the profile was tuned for something else: " + "; ".join(hard)
+                                      + ". --allow-mismatch (allow_mismatch=True) loads it all the same")
+            match = Match("forced" if hard else "compatible" if soft else "exact", tuple(hard + soft))
+            return cls._tuned(target_model, draft_model, chosen, match)
+        best, match = choose(here, task)
+        if best is None:
+            if strict:
+                raise ProfileMismatch("; ".join(match.reasons))
+            logger.warning("no profile: lossless defaults (%s)", "; ".join(match.reasons))
+            return cls(target_model, draft_model, match=match)
+        if best.settings.precision != precision:  # the identity does not depend on the precision
+            target_model = load(target, best.settings.precision.target)
+            draft_model = load(draft, best.settings.precision.draft or precision.target, role="draft") if draft else None
+        return cls._tuned(target_model, draft_model, best, match)
+
+    @classmethod
+    def _tuned(cls, target: LoadedModel, draft: LoadedModel | None, profile: Profile, match: Match) -> Decoder:
+        if match.reasons:
+            logger.warning("profile %s is %s here: %s", profile.id, match.level, "; ".join(match.reasons))
+        return cls(target, draft, profile.settings, profile.sampling, match)
+
+    def _job(self, max_new_tokens: int, seed: int | None, stop: Sequence[str], processors: Sequence[Processor],
+             settings: Settings | None, sampling: dict[str, Any]) -> Job:
+        generator = torch.Generator(device=self.target.device)
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        chosen = make_sampling(**{**self.sampling.model_dump(), **sampling})
+        return Job(settings or self.settings, chosen, Stopping(max_new_tokens, self.eos_ids, tuple(stop)),
+                   generator, self.tokenizer, processors)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int = 256, *, seed: int | None = None,
+                 stop: Sequence[str] = (), processors: Sequence[Processor] = (), settings: Settings | None = None,
+                 **sampling: Any) -> Generation:
+        """Answers prompts, as one ragged batch. A prompt is a string or a list of messages.
+
+        sampling: temperature, top_k, top_p, repetition_penalty; what is not given comes from the profile.
+        """
+        many = _as_list(prompts)
+        if not many:
+            return Generation([])
+        return self.generate_ids([prompt_ids(self.tokenizer, prompt) for prompt in many], max_new_tokens, seed=seed,
+                                 stop=stop, processors=processors, settings=settings, **sampling)
+
+    def generate_ids(self, prompts: list[list[int]], max_new_tokens: int = 256, *, seed: int | None = None,
+                     stop: Sequence[str] = (), processors: Sequence[Processor] = (), settings: Settings | None = None,
+                     **sampling: Any) -> Generation:
+        """As `generate`, for prompts that are token ids already."""
+        job = self._job(max_new_tokens, seed, stop, processors, settings, sampling)
+        stats = Stats()
+        rows: list[Row] = []
+        for rows in decode(self.target, self.draft, prompts, job, stats):
+            pass
+        return Generation([self._completion(row, job.stopping) for row in rows], stats)
+
+    def _completion(self, row: Row, stopping: Stopping) -> Completion:
+        text = final_text(row.output, stopping, self.tokenizer) if self.tokenizer is not None else ""
+        assert row.finish_reason is not None
+        return Completion(text, row.output, len(row.prompt), row.finish_reason)
+
+    def stream(self, prompt: Prompt, max_new_tokens: int = 256, *, seed: int | None = None, stop: Sequence[str] = (),
+               processors: Sequence[Processor] = (), settings: Settings | None = None, **sampling: Any) -> Iterator[Piece]:
+        """Answers one prompt piece by piece; the last piece carries the finish reason and the statistics."""
+        job = self._job(max_new_tokens, seed, stop, processors, settings, sampling)
+        stats, sent = Stats(), 0
+        for rows in decode(self.target, self.draft, [prompt_ids(self.tokenizer, prompt)], job, stats):
+            row = rows[0]
+            show = stable_text if row.finish_reason is None else final_text
+            text = show(row.output, job.stopping, self.tokenizer)
+            piece, sent = text[sent:], max(sent, len(text))
+            if row.finish_reason is not None:
+                yield Piece(piece, row.finish_reason, stats)
+            elif piece:
+                yield Piece(piece)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and isinstance(many[0], dict):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[arg-type]
+
+
+def identify_here(target: LoadedModel, draft: LoadedModel | None) -> Here:
+    """This machine and these models, as a profile's match fields name them."""
+    ngram = ModelIdentity(kind="ngram", id="ngram")
+    return Here(device_of(detect_hardware()), ModelIdentity(**target.identity),
+                ModelIdentity(**draft.identity) if draft is not None else ngram, tokenizer_sha256(target.tokenizer),
+                {name: version for name, version in versions().items() if name in ("torch", "transformers")})

@@ -1,0 +1,109 @@
+"""The loop. Draft, verify, judge, keep: plain decoding is draft length 0, lossless is alpha 0, greedy is temperature 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from .drafting import Draft, Proposal, Request
+from .runner import Runner
+from .sampling import Processor, penalise, probabilities
+from .settings import MAX_DRAFT_LENGTH, Sampling, Settings
+from .stats import Stats
+from .stopping import Stopping, cut
+from .verification import judge
+
+
+@dataclass
+class Row:
+    """One text: its prompt, its output so far, and why it ended (None while it goes on)."""
+
+    index: int
+    prompt: list[int]
+    output: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a decoding run needs besides the models. processors: as in transformers, applied to target and draft."""
+
+    settings: Settings
+    sampling: Sampling
+    stopping: Stopping
+    generator: torch.Generator
+    tokenizer: Any = None  # needed for stop strings only
+    processors: Sequence[Processor] = ()
+
+
+@torch.inference_mode()
+def decode(target: Runner, draft: Draft | None, prompts: list[list[int]], job: Job, stats: Stats) -> Iterator[list[Row]]:
+    """Decodes a ragged batch; yields the rows after each round (the same objects, grown). Fills `stats` as it goes.
+
+    prompts: token ids, each at least one token. Raises ConfigurationError when a text does not fit the target's positions.
+    """
+    everything = [Row(index, list(prompt)) for index, prompt in enumerate(prompts)]
+    longest = max(map(len, prompts)) + job.stopping.max_new_tokens
+    target.check_room(longest)
+    stats.rows += len(prompts)
+    began = perf_counter()
+    target.start(prompts, longest + MAX_DRAFT_LENGTH + 1)
+    if draft is not None:
+        draft.start(prompts, longest + MAX_DRAFT_LENGTH + 1)
+    stats.prefill_s += perf_counter() - began
+    rows = everything
+    while rows:
+        began = perf_counter()
+        before = stats.tokens
+        proposal, accepted, following = _round(target, draft, rows, job, stats)
+        drafted = proposal.tokens.tolist()
+        for place, row in enumerate(rows):
+            emitted = [*drafted[place][:accepted[place]], following[place]]
+            new, row.finish_reason = cut(row.output, emitted, job.stopping, job.tokenizer)
+            row.output.extend(new)
+            stats.count_round(proposal.lengths[place], accepted[place], len(new))
+        stats.round_times_s.append(perf_counter() - began)
+        stats.round_tokens.append(stats.tokens - before)
+        stats.decode_s += stats.round_times_s[-1]
+        yield everything
+        live = [place for place, row in enumerate(rows) if row.finish_reason is None]
+        if 0 < len(live) < len(rows):
+            target.select(live)
+            if draft is not None:
+                draft.select(live)
+        rows = [rows[place] for place in live]
+
+
+def _round(target: Runner, draft: Draft | None, rows: list[Row], job: Job,
+           stats: Stats) -> tuple[Proposal, list[int], list[int]]:
+    """One round of all rows: the proposal, how many of its tokens stay in each row, and the token after them."""
+    settings, sampling, began = job.settings, job.sampling, perf_counter()
+    prefixes = [row.tokens for row in rows]
+    most = settings.draft_length_for(len(rows)) if draft is not None else 0
+    limits = [min(most, job.stopping.max_new_tokens - len(row.output) - 1) for row in rows]
+    proposal = Proposal.empty(len(rows), target.device)
+    if draft is not None and max(limits) > 0:
+        proposal = draft.propose(Request(prefixes, limits, settings, sampling, job.generator, job.processors))
+    drafted = perf_counter()
+    last = torch.tensor([[prefix[-1]] for prefix in prefixes], device=target.device)
+    logits = target.logits(torch.cat([last, proposal.tokens], 1), [len(prefix) - 1 for prefix in prefixes])
+    verified = perf_counter()
+    p = probabilities(penalise(logits, prefixes, proposal.tokens, sampling, job.processors), sampling)
+    uniforms = torch.rand(p.shape[:2], generator=job.generator, device=p.device)
+    alpha = torch.full(proposal.tokens.shape, settings.alpha, device=p.device)
+    accepted, following = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)
+    stats.passes += 1
+    stats.draft_steps += proposal.steps
+    stats.draft_s += drafted - began
+    stats.verify_s += verified - drafted
+    stats.judge_s += perf_counter() - verified
+    return proposal, accepted, following

@@ -1,0 +1,200 @@
+"""Drafts: who proposes the tokens that the target verifies. All behind one interface that returns the q sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .runner import Runner
+from .sampling import Processor, draw, penalise, probabilities
+from .settings import NgramSettings, Sampling, Settings
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a draft may look at when it proposes: the prefix of each row, nothing of what is drafted later.
+
+    prefixes: prompt and output of each row. limits: most tokens to draft for each row, already within draft_length.
+    """
+
+    prefixes: Sequence[Sequence[int]]
+    limits: Sequence[int]
+    settings: Settings
+    sampling: Sampling
+    generator: torch.Generator
+    processors: Sequence[Processor] = ()
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """tokens: (batch, width) drafted; lengths: how many of them count in each row; steps: draft forward passes spent.
+
+    q: (batch, width, V) the probabilities that the tokens were drawn from, or None when q is one-hot at the token.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+    q: Tensor | None
+    steps: int
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Proposal:
+        """Nothing drafted in any row."""
+        return Proposal(torch.zeros(rows, 0, dtype=torch.long, device=device), [0] * rows, None, 0)
+
+
+class Draft(Protocol):
+    """A draft keeps its own state for the rows of a batch; the loop tells it what became of them."""
+
+    def start(self, prompts: list[list[int]], capacity: int) -> None:
+        """A new batch of rows."""
+
+    def propose(self, request: Request) -> Proposal:
+        """Drafts at most `limits[i]` tokens for row i; stops a row before a position whose confidence is under theta."""
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps these rows of the batch."""
+
+
+def find_match(tokens: Sequence[int], settings: NgramSettings) -> tuple[int, int]:
+    """Prompt lookup: (position after the match, match length) for the longest suffix of `tokens` that occurs before,
+    the most recent occurrence first; (-1, 0) when none of at least `min_match` tokens does."""
+    size = len(tokens)
+    best, best_length = -1, settings.min_match - 1
+    last = tokens[-1] if size else None
+    for end in range(size - 2, -1, -1):  # `end`: index of the last token of an earlier occurrence
+        if tokens[end] != last:
+            continue
+        length = 1
+        while length < settings.max_match and length <= end and tokens[end - length] == tokens[size - 1 - length]:
+            length += 1
+        if length > best_length:
+            best, best_length = end + 1, length
+            if length == settings.max_match:
+                break
+    return (best, best_length) if best >= 0 else (-1, 0)
+
+
+def match_confidence(length: int) -> float:
+    """Confidence of a prompt-lookup draft: n / (n + 1) after a match of n tokens. Its q is one-hot, so max q says nothing."""
+    return length / (length + 1)
+
+
+def ngram_chain(tokens: Sequence[int], settings: NgramSettings, limit: int) -> list[tuple[int, float]]:
+    """What prompt lookup would draft after `tokens`: (token, confidence) pairs, each looked up anew on the prefix that
+    ends with the drafted tokens, so that the draft at a position depends on the prefix there and on nothing else."""
+    grown = list(tokens)
+    chain: list[tuple[int, float]] = []
+    while len(chain) < limit:
+        place, length = find_match(grown, settings)
+        if place < 0:
+            break
+        chain.append((grown[place], match_confidence(length)))
+        grown.append(grown[place])
+    return chain
+
+
+class NgramDraft:
+    """Prompt lookup over prompt and output (A. Saxena 2023; Yang et al., arXiv 2304.04487). No weights, one-hot q."""
+
+    def __init__(self, settings: NgramSettings | None = None, device: torch.device | None = None) -> None:
+        self.settings = settings or NgramSettings()
+        self.device = device or torch.device("cpu")
+
+    def start(self, prompts: list[list[int]], capacity: int) -> None:
+        """Nothing to prepare: the prefixes come with each request."""
+
+    def select(self, rows: list[int]) -> None:
+        """No state of rows."""
+
+    def propose(self, request: Request) -> Proposal:
+        """Drafts while a match is found and its confidence is at least theta."""
+        settings = request.settings.ngram or self.settings
+        chains: list[list[int]] = []
+        for prefix, limit in zip(request.prefixes, request.limits, strict=True):
+            chain: list[int] = []
+            for token, confidence in ngram_chain(prefix, settings, limit):
+                if confidence < request.settings.theta:
+                    break
+                chain.append(token)
+            chains.append(chain)
+        width = max((len(chain) for chain in chains), default=0)
+        padded = [chain + [0] * (width - len(chain)) for chain in chains]
+        tokens = torch.tensor(padded, dtype=torch.long, device=self.device).reshape(len(chains), width)
+        return Proposal(tokens, [len(chain) for chain in chains], None, 0)
+
+
+class ModelDraft:
+    """Any causal LM with the target's tokenizer as the draft.
+
+    What its cache holds of a row is compared with the row's tokens at each round: rejected tokens are read over, and
+    tokens that it never read (all accepted: the last one; rounds without drafting: more) are read first.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int) -> None:
+        self.runner = runner
+        self.vocab_size = vocab_size
+        self._read: list[list[int]] = []
+
+    def start(self, prompts: list[list[int]], capacity: int) -> None:
+        """Reads the prompts."""
+        self.runner.start(prompts, capacity)
+        self._read = [list(prompt[:-1]) for prompt in prompts]
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps these rows of the batch."""
+        self.runner.select(rows)
+        self._read = [self._read[row] for row in rows]
+
+    def _unread(self, row: int, prefix: Sequence[int]) -> int:
+        """How many of the row's last tokens have to be read; at least the last one."""
+        read, known = self._read[row], len(prefix) - 1
+        while known > 0 and (known > len(read) or read[known - 1] != prefix[known - 1]):
+            known -= 1
+        return len(prefix) - known
+
+    def _logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
+        logits = self.runner.logits(tokens, starts)[:, -1:, : self.vocab_size]
+        missing = self.vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
+
+    def _law(self, logits: Tensor, request: Request, drafted: Tensor) -> Tensor:
+        """q of each row: (batch, V), after the same penalties and filters as the target's p."""
+        sampling = request.sampling
+        if sampling.repetition_penalty != 1.0 or request.processors:
+            grown = [[*prefix, *new] for prefix, new in zip(request.prefixes, drafted.tolist(), strict=True)]
+            logits = penalise(logits, grown, drafted, sampling, request.processors)
+        return probabilities(logits, sampling, request.settings.tau)[:, 0]
+
+    @torch.inference_mode()
+    def propose(self, request: Request) -> Proposal:
+        """Draws from q = the draft's softmax at temperature tau times the request's, under the same filters as the target."""
+        device, prefixes = self.runner.device, request.prefixes
+        greedy, width = request.sampling.temperature == 0, max(request.limits, default=0)
+        lengths, live = [0] * len(prefixes), [limit > 0 for limit in request.limits]
+        drafted = torch.zeros(len(prefixes), width, dtype=torch.long, device=device)
+        back = min(max(map(self._unread, range(len(prefixes)), prefixes)), min(map(len, prefixes)))
+        step, starts = torch.tensor([list(prefix[-back:]) for prefix in prefixes], device=device), \
+            [len(prefix) - back for prefix in prefixes]
+        laws: list[Tensor] = []
+        steps = 0
+        for column in range(width):
+            q = self._law(self._logits(step, starts), request, drafted[:, :column])
+            steps += 1
+            confident = (q.amax(-1) >= request.settings.theta).tolist()
+            live = [live[row] and confident[row] and column < limit for row, limit in enumerate(request.limits)]
+            if not any(live):
+                break
+            uniforms = torch.rand(len(prefixes), generator=request.generator, device=device)
+            drafted[:, column] = q.argmax(-1) if greedy else draw(q, uniforms)
+            laws.append(q)
+            lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
+            step, starts = drafted[:, column:column + 1], [len(prefix) + column for prefix in prefixes]
+        if steps:
+            self._read = [[*prefix, *new] for prefix, new in zip(prefixes, drafted[:, :steps - 1].tolist(), strict=True)]
+        q_all = torch.stack(laws, 1) if laws and not greedy else None
+        return Proposal(drafted[:, :len(laws)], lengths, q_all, steps)

@@ -1,0 +1,126 @@
+"""A preallocated key/value cache with its own length for each row. The only file that knows transformers' cache API.
+
+Row i keeps its tokens in slots 0 .. length_i - 1, without padding. A forward pass writes n new entries of each row from
+that row's own start; entries past a row's length are masked and later overwritten, so rolling back is only a matter
+of where the next pass starts. Sliding-window layers keep all entries and are windowed by the mask, so they roll back too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .errors import ConfigurationError
+
+#: layer types of transformers configs whose cache is a list of past keys and values
+_ROLLABLE = {"full_attention", "sliding_attention", "attention"}
+
+
+class _RowLayer(CacheLayerMixin):
+    """One layer: keys and values of shape (batch, heads, capacity, head_dim)."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, owner: RowCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, capacity = key_states.shape[0], self.owner.capacity
+        # zeros, not empty: stale entries are masked, but NaN times a zero weight would still be NaN
+        self.keys = key_states.new_zeros(batch, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(batch, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        owner, count = self.owner, key_states.shape[2]
+        if owner.uniform_start is not None:
+            place = slice(owner.uniform_start, owner.uniform_start + count)
+            self.keys[:, :, place] = key_states
+            self.values[:, :, place] = value_states
+        else:
+            self.keys[owner.row_index, :, owner.slots] = key_states.transpose(1, 2)
+            self.values[owner.row_index, :, owner.slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, : owner.extent], self.values[:, :, : owner.extent]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.extent, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.extent - self.owner.count
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+
+class RowCache(Cache):
+    """Cache of one model for a batch of rows.
+
+    `place(starts, count)` says where the next forward pass writes; `select(rows)` drops the other rows.
+    """
+
+    def __init__(self, layer_count: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.extent = 0
+        self.count = 0
+        self.uniform_start: int | None = 0
+        self.row_index: Tensor | None = None
+        self.slots: Tensor | None = None
+        super().__init__(layers=[_RowLayer(self) for _ in range(layer_count)])
+
+    def place(self, starts: list[int], count: int, device: torch.device) -> None:
+        """The next pass writes `count` entries of row i from slot `starts[i]`."""
+        self.count = count
+        self.extent = max(starts) + count
+        if self.extent > self.capacity:
+            raise ValueError(f"cache of {self.capacity} slots is too small for {self.extent}")
+        if min(starts) == max(starts):
+            self.uniform_start, self.row_index, self.slots = starts[0], None, None
+            return
+        self.uniform_start = None
+        first = torch.tensor(starts, device=device)
+        self.slots = first[:, None] + torch.arange(count, device=device)
+        self.row_index = torch.arange(len(starts), device=device)[:, None]
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps these rows, in this order."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                index = torch.tensor(rows, device=layer.keys.device)
+                layer.keys, layer.values = layer.keys[index], layer.values[index]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by keys and values."""
+        return sum(part.nbytes for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values))
+
+
+def layer_types(config: Any) -> list[str]:
+    """The attention type of each layer: full_attention or sliding_attention.
+
+    Raises ConfigurationError for a model whose cache cannot be rolled back, with the reason.
+    """
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigurationError(f"{config.model_type}: an encoder-decoder model; only decoder-only models can be used")
+    count = getattr(text, "num_hidden_layers", None)
+    if count is None:
+        raise ConfigurationError(f"{config.model_type}: its configuration has no num_hidden_layers")
+    declared = getattr(text, "layer_types", None)
+    if declared is None:
+        window = getattr(text, "sliding_window", None)
+        sliding = window is not None and getattr(text, "use_sliding_window", True)
+        declared = ["sliding_attention" if sliding else "full_attention"] * count
+    unlike = sorted(set(declared) - _ROLLABLE)
+    if unlike:
+        raise ConfigurationError(
+            f"{config.model_type}: layers of type {', '.join(unlike)} keep a state that cannot be rolled back after a "
+            f"rejected token; only models whose layers are all full or sliding attention can be used")
+    return ["sliding_attention" if kind == "sliding_attention" else "full_attention" for kind in declared]

@@ -1,0 +1,135 @@
+"""One model with its cache: prompts in, logits of the new positions out, for rows of unequal length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigurationError, NumericalError
+from .kv_cache import RowCache, layer_types
+
+#: prompts are read in pieces of this many tokens, which bounds the memory of the prefill
+PREFILL_CHUNK = 1024
+
+
+class Runner:
+    """Runs a transformers causal LM over ragged rows.
+
+    name: what errors call the model. vocab_size: logits past it (padding of the embedding) are cut off.
+    """
+
+    def __init__(self, model: Any, name: str = "target", vocab_size: int | None = None) -> None:
+        self.model = model
+        self.name = name
+        self.config = model.config.get_text_config()
+        self.layer_types = layer_types(model.config)
+        self.window = getattr(self.config, "sliding_window", None)
+        self.device: torch.device = model.device
+        padded = self.config.vocab_size
+        self.vocab_size = min(vocab_size, padded) if vocab_size else padded
+        self.position_limit: int | None = getattr(self.config, "max_position_embeddings", None)
+        self._additive = self.config._attn_implementation not in ("sdpa",)
+        self.cache = RowCache(len(self.layer_types), 0)
+
+    @torch.inference_mode()
+    def start(self, prompts: list[list[int]], capacity: int) -> None:
+        """A new batch: allocates `capacity` slots a row and reads all but the last token of each prompt."""
+        self.cache = RowCache(len(self.layer_types), capacity)
+        longest = max(len(prompt) for prompt in prompts) - 1
+        for first in range(0, longest, PREFILL_CHUNK):
+            piece = [prompt[:-1][first:first + PREFILL_CHUNK] for prompt in prompts]
+            width = max(len(part) for part in piece)
+            padded = [part + [prompt[0]] * (width - len(part)) for part, prompt in zip(piece, prompts, strict=True)]
+            self._run(self.model.base_model, torch.tensor(padded, device=self.device), [first] * len(prompts))
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
+        """Reads `tokens` (batch, n), row i from slot `starts[i]`; returns fp32 logits (batch, n, vocab_size).
+
+        Columns that only pad a row may hold any token: what they write is overwritten later. Raises NumericalError
+        naming the model and the position when a logit is NaN or +inf.
+        """
+        output = self._run(self.model, tokens, starts).logits
+        logits: Tensor = output[:, -tokens.shape[1]:, : self.vocab_size].float()
+        worst = logits.amax(-1)  # NaN spreads through amax
+        if not bool(torch.isfinite(worst).all()):
+            row, column = (~torch.isfinite(worst)).nonzero()[0].tolist()
+            raise NumericalError(f"the {self.name} model {self.model.name_or_path or type(self.model).__name__} returned "
+                                 f"{float(worst[row, column])} as a logit at position {starts[row] + column} of row {row}; "
+                                 f"try a precision with a wider range (bf16 or fp32)")
+        return logits
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps these rows of the batch."""
+        self.cache.select(rows)
+
+    def check_room(self, longest: int) -> None:
+        """Raises ConfigurationError when `longest` tokens do not fit the model's positions."""
+        if self.position_limit is not None and longest > self.position_limit:
+            raise ConfigurationError(f"prompt and new tokens need {longest} positions; the {self.name} model "
+                                     f"has {self.position_limit}: shorten the prompt or lower max_new_tokens")
+
+    def _run(self, module: Any, tokens: Tensor, starts: list[int]) -> Any:
+        count = tokens.shape[1]
+        self.cache.place(starts, count, self.device)
+        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        mask = self._mask(positions)
+        if self.position_limit is not None:  # padded columns of a row near the end of the context
+            positions = positions.clamp_max(self.position_limit - 1)
+        return module(input_ids=tokens, attention_mask=mask, position_ids=positions, cache=self.cache, use_cache=True)
+
+    def _mask(self, positions: Tensor) -> Any:
+        """What each query may see: (batch, 1, n, extent), or by layer type where the model has both kinds."""
+        uniform = self.cache.uniform_start is not None
+        kinds = set(self.layer_types)
+        inside = self.window is None or self.cache.extent <= self.window
+        if uniform and positions.shape[1] == 1 and not self._additive and (inside or kinds == {"full_attention"}):
+            return None  # one new token a row, nothing stale behind it: everything is visible
+        slots = torch.arange(self.cache.extent, device=self.device)
+        causal = slots[None, None, :] <= positions[:, :, None]
+        masks = {"full_attention": causal}
+        if "sliding_attention" in kinds and self.window is not None:
+            masks["sliding_attention"] = causal & (slots[None, None, :] > positions[:, :, None] - self.window)
+        ready = {kind: self._as_mask(masks.get(kind, causal)) for kind in kinds}
+        return ready if len(kinds) > 1 else next(iter(ready.values()))
+
+    def _as_mask(self, visible: Tensor) -> Tensor:
+        visible = visible[:, None]
+        if not self._additive:
+            return visible
+        dtype = self.model.dtype
+        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+@torch.inference_mode()
+def check_rollback(model: Any, name: str) -> None:
+    """Runs the model with and without a rolled-back, ragged cache on a few tokens, and compares.
+
+    This catches what no configuration field tells: state outside the cache, positions taken from the mask, ALiBi.
+    Raises ConfigurationError with what was seen.
+    """
+    runner = Runner(model, name)
+    ids = [int(token) % runner.vocab_size for token in (5, 17, 3, 11, 7, 13, 2, 19)]
+    rows = [ids[:5], ids[1:4]]
+    try:
+        runner.start(rows, 16)
+        starts = [len(row) - 1 for row in rows]
+        wrong = torch.tensor([[row[-1], ids[6], ids[7]] for row in rows], device=runner.device)
+        runner.logits(wrong, starts)  # both drafted tokens rejected: the next pass starts one slot later
+        after = torch.tensor([[ids[3], ids[2]], [ids[4], ids[5]]], device=runner.device)
+        got = runner.logits(after, [start + 1 for start in starts])
+        for index, row in enumerate(rows):
+            full = torch.tensor([row + after[index].tolist()], device=runner.device)
+            want = model(input_ids=full, use_cache=False).logits[0, -2:, : runner.vocab_size].float()
+            scale = want.std().clamp_min(1e-6)
+            tolerance = 2e-3 if model.dtype == torch.float32 else 0.25
+            error = float((got[index] - want).abs().max() / scale)
+            if not error <= tolerance:
+                raise ConfigurationError(
+                    f"the {name} model ({model.config.model_type}) gives other logits after a rollback than without a cache "
+                    f"(off by {error:.2g} standard deviations): its state cannot be rolled back, so it cannot be used")
+    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as problem:
+        raise ConfigurationError(f"the {name} model ({model.config.model_type}) cannot run on a cache with rows of unequal "
+                                 f"length: {problem}") from problem

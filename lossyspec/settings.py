@@ -1,0 +1,127 @@
+"""The knobs: what can be set about speculative decoding, with their ranges. Pure data, no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import ConfigurationError, nearest
+
+Rule = Literal["exact", "mixture", "optimal", "priced", "lenience", "typical", "fuzzy"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+RULES: tuple[str, ...] = get_args(Rule)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+#: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
+PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
+MAX_DRAFT_LENGTH = 16
+
+
+class Model(BaseModel):
+    """Base of all stored data: immutable, unknown keys refused, NaN and infinity refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class Sampling(Model):
+    """How the target samples: the request's own choice, never a knob of the search.
+
+    `temperature` 0 is greedy. `top_k` and `top_p` of None do not filter. `repetition_penalty` 1 is off.
+    """
+
+    temperature: float = Field(1.0, ge=0.0, le=10.0)
+    top_k: int | None = Field(None, ge=1)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0)
+
+
+class Precisions(Model):
+    """Number formats of the weights and activations of the target and the draft."""
+
+    target: Precision = "fp32"
+    draft: Precision | None = None  # None: the draft has no weights
+
+
+class NgramSettings(Model):
+    """Prompt lookup: the shortest and the longest suffix that is searched for, in tokens."""
+
+    min_match: int = Field(1, ge=1, le=16)
+    max_match: int = Field(4, ge=1, le=16)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> NgramSettings:
+        if self.min_match > self.max_match:
+            raise ValueError(f"min_match is {self.min_match}; it must be at most max_match, {self.max_match}")
+        return self
+
+
+class ScheduleRow(Model):
+    """For batches of `batch` = [first, last] sequences (last None: no end), draft `draft_length` tokens a round."""
+
+    batch: tuple[int, int | None]
+    draft_length: int = Field(ge=0, le=MAX_DRAFT_LENGTH)
+
+
+class Settings(Model):
+    """One configuration of the decoder.
+
+    alpha: share of would-be rejections that is waived; 0 is lossless under every rule.
+    tau: draft temperature as a factor on the request's own. theta: the draft stops before a position where its
+    confidence is under it. draft_length: most drafted tokens a round; 0 is plain decoding.
+    """
+
+    rule: Rule = "optimal"
+    alpha: float = Field(0.0, ge=0.0, le=1.0)
+    tau: float = Field(1.0, gt=0.0, le=2.0)
+    theta: float = Field(0.0, ge=0.0, lt=1.0)
+    draft_length: int = Field(4, ge=0, le=MAX_DRAFT_LENGTH)
+    precision: Precisions = Precisions()
+    ngram: NgramSettings | None = None
+    schedule: tuple[ScheduleRow, ...] = ()
+
+    @property
+    def lossless(self) -> bool:
+        """True when the emitted law is the target's own (at the target's precision)."""
+        return self.draft_length == 0 or self.rule == "exact" or self.alpha == 0.0
+
+    def draft_length_for(self, batch_size: int) -> int:
+        """Draft length for a batch: `draft_length` without a schedule; plain (0) outside all of its rows."""
+        if not self.schedule:
+            return self.draft_length
+        for row in self.schedule:
+            first, last = row.batch
+            if first <= batch_size and (last is None or batch_size <= last):
+                return row.draft_length
+        return 0
+
+
+def validation_message(error: ValidationError, allowed: dict[str, Any]) -> str:
+    """One line a problem: the field, the value it got, and what is allowed."""
+    lines = []
+    for item in error.errors():
+        place = ".".join(str(part) for part in item["loc"]) or "value"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {place!r}.{nearest(str(item['loc'][-1]), allowed)}")
+        else:
+            lines.append(f"{place} is {item['input']!r}: {item['msg']}")
+    return "; ".join(lines)
+
+
+def make_settings(**values: Any) -> Settings:
+    """Settings from loose values.
+
+    Raises ConfigurationError naming each wrong value and what is allowed.
+    """
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise ConfigurationError(validation_message(error, dict(Settings.model_fields))) from None
+
+
+def make_sampling(**values: Any) -> Sampling:
+    """Sampling from loose values; raises ConfigurationError as `make_settings` does."""
+    try:
+        return Sampling(**values)
+    except ValidationError as error:
+        raise ConfigurationError(validation_message(error, dict(Sampling.model_fields))) from None

@@ -1,0 +1,65 @@
+"""What a decoding run counted: the raw material of every speed and acceptance figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """Counters of one decoding run, over all its rows.
+
+    rounds counts row-rounds (a batch of 4 rows in one pass is 4); passes counts target passes. drafted and accepted
+    are per depth in `drafted_at`, `accepted_at`. emitted tokens include those cut after a stop. Seconds: wall clock.
+    """
+
+    rows: int = 0
+    passes: int = 0
+    rounds: int = 0
+    tokens: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    draft_steps: int = 0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    judge_s: float = 0.0
+    decode_s: float = 0.0
+    round_times_s: list[float] = field(default_factory=list)
+    round_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def drafted(self) -> int:
+        """Drafted tokens that were verified."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were accepted."""
+        return sum(self.accepted_at)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted over drafted; None when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens of the texts per row-round."""
+        return self.tokens / self.rounds if self.rounds else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens over decoding seconds, without prefill."""
+        return self.tokens / self.decode_s if self.decode_s > 0 else None
+
+    def count_round(self, drafted: int, accepted: int, tokens: int) -> None:
+        """Adds one row's round."""
+        while len(self.drafted_at) < drafted:
+            self.drafted_at.append(0)
+            self.accepted_at.append(0)
+        for depth in range(drafted):
+            self.drafted_at[depth] += 1
+            self.accepted_at[depth] += depth < accepted
+        self.rounds += 1
+        self.tokens += tokens

@@ -1,0 +1,19 @@
+"""Versions of what the numbers depend on, read without importing any of it."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+PACKAGES = ("lossytune", "torch", "transformers", "optuna", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions by package name, and Python's; a package that is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,1 @@
+"""Stored results in, files out: reads a run folder and draws its front. No torch, no Optuna, no GPU."""

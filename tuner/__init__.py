@@ -1,0 +1,1 @@
+"""Search and measurement: finds the settings of lossyspec for a device, a model pair and a task."""

@@ -1,0 +1,1 @@
+"""Clocks, cost tables and live runs."""
