@@ -30,7 +30,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
   font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
-main, header, footer { max-width: 66rem; margin: 0 auto; padding: 0 1rem; }
+main, header, footer { max-width: 70rem; margin: 0 auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 1.6rem 0 .2rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; }
 h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
@@ -38,23 +38,26 @@ p, li { max-width: 46rem; overflow-wrap: anywhere; }
 .faint, figcaption, caption { color: var(--faint); font-size: .9rem; }
 .verdict { border-left: .3rem solid var(--star); background: var(--panel); padding: .8rem 1rem; font-size: 1.15rem;
   margin: 1.2rem 0; max-width: none; }
-.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .8rem; margin: 1rem 0; }
+.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .8rem; margin: 1rem 0; }
 .numbers div { background: var(--panel); padding: .7rem .9rem; border-radius: .4rem; }
 .numbers dt { color: var(--faint); font-size: .85rem; }
 .numbers dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
 .numbers dd small { display: block; font-size: .8rem; font-weight: 400; color: var(--faint); }
+.whole { white-space: nowrap; }
 figure { margin: 1rem 0; }
 .scroll { overflow-x: auto; }
 .scroll:focus-visible { outline: 2px solid var(--blue); }
 figure svg { display: block; width: 100%; min-width: 33rem; max-width: 56rem; height: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
 caption { text-align: left; padding-bottom: .4rem; }
-th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+caption span { display: inline-block; position: sticky; left: 0; max-width: calc(100vw - 2rem); }
+th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+thead th { white-space: normal; vertical-align: bottom; }
 th.text, td.text { text-align: left; }
 tbody th { position: sticky; left: 0; background: var(--paper); font-weight: 400; }
 tr.best > * { font-weight: 700; }
 tr.best > th { color: var(--star); }
-td small { color: var(--faint); font-weight: 400; display: block; }
+td small, th small { color: var(--faint); font-weight: 400; display: block; }
 dl.facts { display: grid; grid-template-columns: minmax(8rem, 15rem) 1fr; gap: .15rem 1rem; margin: .4rem 0; }
 dl.facts dt { color: var(--faint); overflow-wrap: anywhere; }
 dl.facts dd { margin: 0; overflow-wrap: anywhere; }
@@ -69,9 +72,11 @@ def render_index(run: Run, svg_text: str) -> str:
     """The page of a run around its figure; `svg_text` is the text of pareto.svg, all else is escaped."""
     manifest = run.manifest
     title = f"{manifest.task} on {machine_name(manifest.hardware)}"
+    sampling = {name: "off" if value is None else value for name, value in manifest.sampling.model_dump().items()}
+    head = '<header><h1>{}</h1><p class="faint">{} · <span class="whole">{}</span></p></header>'
     pair = f"{model_name(manifest.target)} with {model_name(manifest.draft)}"
     body = [
-        f'<header><h1>{escape(title)}</h1><p class="faint">{escape(pair)} · {escape(manifest.created)}</p></header>',
+        head.format(escape(title), escape(pair), escape(manifest.created)),
         f'<main><p class="verdict">{escape(run.verdict)}</p>',
         _status(run),
         _numbers(run),
@@ -80,7 +85,7 @@ def render_index(run: Run, svg_text: str) -> str:
         _section("How it was measured", _measured(run)),
         _section("Machine", _facts(manifest.hardware)),
         _section("Models", _models(run)),
-        _section("Workload and sampling", _facts(manifest.workload) + _facts(manifest.sampling.model_dump())),
+        _section("Workload and sampling", _facts(manifest.workload) + _facts(sampling)),
         _section("The search", _search(run)),
         _section("Versions", _facts(manifest.versions)),
         _section("Notes", _list(manifest.notes)) if manifest.notes else "",
@@ -103,7 +108,7 @@ def _section(heading: str, content: str) -> str:
 
 def _status(run: Run) -> str:
     """A sentence when the run did not end as planned."""
-    if run.manifest.status == "complete" and run.front:
+    if run.manifest.status == "complete":
         return ""
     return f"<p><strong>This run is not complete</strong> (status: {escape(run.manifest.status)}).</p>"
 
@@ -116,9 +121,10 @@ def _numbers(run: Run) -> str:
     live = best.measured
     items = [
         ("Speed-up", speedup_text(live.speedup if live else None)),
-        ("Loss, %", loss_text(best.quality.perplexity_ratio)),
+        ("Speed-up with prefill", speedup_text(live.end_to_end_speedup if live else None)),
+        ("Perplexity loss, %", loss_text(best.quality.perplexity_ratio)),
         ("Tokens per second", number(live.tokens_per_s if live else None, 1)),
-        ("Plain decoding, tokens per second", number(live.plain_tokens_per_s if live else None, 1)),
+        ("Plain, tokens per second", number(live.plain_tokens_per_s if live else None, 1)),
     ]
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{_two_lines(text)}</dd></div>" for name, text in items)
     return f'<p>Recommended: {escape(describe_point(best))}</p><dl class="numbers">{cells}</dl>'
@@ -137,8 +143,8 @@ def _figure(run: Run, svg_text: str) -> str:
     said = "; ".join(places) or f"no confirmed point, {len(info.searched)} searched points by their prediction"
     alt = f"{info.title}, {info.subtitle}. {said}."
     caption = "Coloured: measured live, with 95 % intervals. Grey: searched, by their prediction."
-    if not run.front:
-        caption = "The run ended before any point was confirmed: all points are predictions of the search."
+    if not info.drawn:
+        caption = "No point was confirmed: all points are predictions of the search."
     return (
         f'<figure><div class="scroll" tabindex="0" role="region" aria-label="Figure">{_inline(svg_text, alt)}</div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -160,12 +166,13 @@ def _front_table(run: Run) -> str:
     """The front, one row a point."""
     if not run.points:
         return "<p>No point was confirmed by a live measurement.</p>"
-    head = "".join(f'<th scope="col"{_text_class(name)}>{escape(name)}</th>' for name in HEADINGS)
+    head = "".join(f'<th scope="col"{_text_class(name)}>{_two_lines(name)}</th>' for name in HEADINGS)
+    head = head.replace("speed-up", "speed&#8209;up").replace("tokens/round", "tokens/<wbr>round")
     rows = "".join(_row(point) for point in run.points)
     notes = [f"{describe_point(point)}: {point.note}" for point in run.points if point.note]
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Table of the front"><table>'
-        "<caption>Confirmed points, slowest first; * is recommended. Intervals are 95 %.</caption>"
+        "<caption><span>Confirmed points, slowest first; * is recommended. Intervals are 95 %.</span></caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>" + (_list(notes) if notes else "")
     )
 
@@ -225,9 +232,9 @@ def _search(run: Run) -> str:
     parts.append("<h3>Left out of the space</h3>")
     parts.append(_facts(manifest.excluded) if manifest.excluded else "<p>Nothing.</p>")
     parts.append(f"<h3>Space</h3>{_facts(manifest.space)}<h3>Configuration</h3>{_facts(manifest.config)}")
-    cost = {"seed": manifest.seed, "peak_memory_bytes": manifest.peak_memory_bytes}
-    cost |= {f"{name}_s": value for name, value in manifest.timings_s.items()}
-    return "".join(parts) + f"<h3>Cost</h3>{_facts(cost)}"
+    cost: dict[str, Any] = {f"{name}_s": value for name, value in manifest.timings_s.items()}
+    cost |= {"peak_memory_bytes": manifest.peak_memory_bytes, "seed": manifest.seed}
+    return "".join(parts) + f"<h3>Cost and seed</h3>{_facts(cost)}"
 
 
 def _footer(run: Run) -> str:

@@ -163,7 +163,6 @@ def axis_range(core: Sequence[float], extra: Iterable[float]) -> Interval:
 def view(info: ParetoInfo) -> View:
     """Axis ranges that the confirmed points and a limit near them set: what is far from them does not squash them."""
     places = [point.place for point in info.drawn]
-    searched = [point.place for point in info.searched]
     xs = [0.0, *(x for x, _ in places)]
     if info.loss_limit is not None and (not places or info.loss_limit * 100 <= FAR * max(max(xs), 1.0)):
         xs.append(info.loss_limit * 100)
@@ -171,15 +170,15 @@ def view(info: ParetoInfo) -> View:
     xs += [min(end, reach) for point in info.drawn for end in point.bars[0] or ()]
     if len(xs) == 1:
         xs += [point.place[0] for point in info.searched if not point.dominated]
-    x = axis_range(xs, [place[0] for place in searched])
-    inside = [place for place in searched if x[0] <= place[0] <= x[1]]
+    x = axis_range(xs, [point.place[0] for point in info.searched])
+    inside = [point for point in info.searched if x[0] <= point.place[0] <= x[1]]
     ys = [1.0, *(y for _, y in places)]
     reach = max(ys) * (1 + ROOM)
     ys += [min(end, reach) for point in info.drawn for end in point.bars[1] or ()]
     if not places:
-        ys += [point.speedup for point in info.searched if point.place in inside and not point.infeasible]
-    y = axis_range(ys, [place[1] for place in inside])
-    return View(x, y, len(searched) - sum(y[0] <= place[1] <= y[1] for place in inside))
+        ys += [point.speedup for point in inside if not point.infeasible]
+    y = axis_range(ys, [point.speedup for point in inside])
+    return View(x, y, len(info.searched) - sum(y[0] <= point.speedup <= y[1] for point in inside))
 
 
 def footnote(info: ParetoInfo, limits: View) -> str:

@@ -27,6 +27,7 @@ INK, FAINT, LINE, PAPER = "#1f2328", "#6a737d", "#b4bcc5", "#ffffff"
 COLOURS = {"plain": "#1f2328", "lossless": "#009e73", "lossy": "#0072b2", "recommended": "#d55e00"}
 MARKERS = {"plain": "s", "lossless": "^", "lossy": "o"}
 PNG_DPI = 150
+MANY = 2000  # from here on searched points are a picture inside the SVG
 HIDDEN = 1000.0  # cost of a label from which on it covers something
 LEADER = 18.0  # a label farther than this, in points, gets a line to its marker
 OFFSETS = [
@@ -44,7 +45,7 @@ def draw_pareto(info: ParetoInfo) -> Figure:
 
         figure = Figure(figsize=(7.6, 5.6), facecolor=PAPER)
         FigureCanvasAgg(figure)
-        axes = figure.add_axes((0.118, 0.225, 0.855, 0.625), facecolor=PAPER)
+        axes = figure.add_axes((0.118, 0.235, 0.855, 0.615), facecolor=PAPER)
         limits = view(info)
         axes.set(xlim=limits.x, ylim=limits.y)
         _draw_frame(figure, axes, info)
@@ -62,7 +63,7 @@ def figure_svg(figure: Figure) -> str:
     """The figure as SVG text, the same for the same info."""
     stream = io.StringIO()
     with _style():
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, facecolor=PAPER)
+        figure.savefig(stream, format="svg", dpi=PNG_DPI, metadata={"Date": None, "Creator": None}, facecolor=PAPER)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
@@ -112,7 +113,7 @@ def _draw_frame(figure: Figure, axes: Axes, info: ParetoInfo) -> None:
     _fitted(figure, 0.945, info.title, fontsize=14, weight="bold", color=INK)
     _fitted(figure, 0.9, info.subtitle, fontsize=9.5, color=FAINT)
     axes.set_xlabel(info.x_label, color=INK, labelpad=7)
-    figure.text(0.018, 0.54, info.y_label, color=INK, rotation=90, va="center")
+    figure.text(0.018, 0.545, info.y_label, color=INK, rotation=90, va="center")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+g} %" if abs(value) > 1e-9 else "0 %")
     axes.yaxis.set_major_formatter(lambda value, _: f"{round(value, 6):g}x")
     axes.locator_params(nbins=7)
@@ -149,7 +150,7 @@ def _draw_searched(axes: Axes, info: ParetoInfo, limits: View) -> None:
 
     def scatter(points: list[SearchedPoint], **style: Any) -> None:
         if points:
-            axes.scatter(*zip(*(point.place for point in points), strict=True), **style)
+            axes.scatter(*zip(*(point.place for point in points), strict=True), rasterized=len(points) > MANY, **style)
 
     beaten = [point for point in rest if point.dominated and not point.infeasible]
     scatter(beaten, label="searched", marker="o", s=17, color=LINE, linewidths=0, zorder=2.1)
@@ -207,7 +208,7 @@ def _draw_legend(figure: Figure, axes: Axes, info: ParetoInfo, limits: View) -> 
     entry("beaten", "lossy, beaten", "o", blue, markerfacecolor=PAPER, markeredgecolor=blue)
     handles += axes.get_legend_handles_labels()[0]
     if handles:
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 0.125), ncols=4, frameon=False,
+        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 0.14), ncols=4, frameon=False,
                       fontsize=9.5, labelcolor=INK, handletextpad=0.2, columnspacing=1.4)  # fmt: skip
     figure.text(0.02, 0.018, footnote(info, limits), fontsize=8.5, color=FAINT)
 
@@ -230,9 +231,13 @@ def _place_labels(figure: Figure, axes: Axes, info: ParetoInfo) -> None:
 
     for point in sorted(info.drawn, key=lambda point: (not point.recommended, point.kind == "lossy", -point.place[1])):
         needed = point.recommended or point.kind != "lossy"
-        text = axes.annotate(f"recommended: {point.label}" if point.recommended else point.label, point.place,
-                             xytext=(0, 0), textcoords="offset points", fontsize=9.5 if needed else 8.5, color=INK,
-                             zorder=6, weight="bold" if point.recommended else "normal", va="center")  # fmt: skip
+        words = f"recommended: {point.label}" if point.recommended else point.label
+        style: dict[str, Any] = {
+            "fontsize": 9.5 if needed else 8.5,
+            "weight": "bold" if point.recommended else "normal",
+        }
+        style |= {"bbox": {"facecolor": PAPER, "alpha": 0.7, "linewidth": 0, "pad": 0.6}, "color": INK, "zorder": 6}
+        text = axes.annotate(words, point.place, xytext=(0, 0), textcoords="offset points", va="center", **style)
         best = min(OFFSETS, key=lambda offset: cost(text, offset))
         if cost(text, best) >= HIDDEN and not needed:
             text.remove()

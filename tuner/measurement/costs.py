@@ -1,0 +1,197 @@
+"""The cost table: what a round takes on this device, measured when first needed, by the loop that production runs.
+
+Costs step where a matrix kernel changes, so each number of verified tokens is measured, and nothing is interpolated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lossyspec.decoding import Job, decode
+from lossyspec.drafting import Draft, NgramDraft, Proposal, Request
+from lossyspec.records import write_text
+from lossyspec.runner import Runner
+from lossyspec.settings import MAX_DRAFT_LENGTH, Sampling, Settings
+from lossyspec.stats import Stats
+from lossyspec.stopping import Stopping
+from lossyspec.verification import judge
+
+from .clock import Clock, default_clock, synchronise
+
+_WARM_UP = 2
+_REPEATS = 11
+_JUDGE_REPEATS = 5
+
+
+class _Scripted:
+    """A draft that proposes a given number of random tokens in each round: it makes the loop pay for any length."""
+
+    def __init__(self, lengths: list[int], vocab_size: int, device: torch.device) -> None:
+        self.lengths = lengths
+        self.vocab_size = vocab_size
+        self.device = device
+        self.round = 0
+
+    def start(self, prompts: list[list[int]], capacity: int) -> None:
+        self.round = 0
+
+    def select(self, rows: list[int]) -> None:
+        pass
+
+    def propose(self, request: Request) -> Proposal:
+        length = self.lengths[self.round]
+        self.round += 1
+        tokens = torch.randint(self.vocab_size, (len(request.prefixes), length), generator=request.generator, device=self.device)
+        return Proposal(tokens, [length] * len(request.prefixes), None, 0)
+
+
+@dataclass
+class CostTable:
+    """Seconds by (precision, batch): `round_s` of a pass that verifies n tokens, host time included; `draft_step_s` of one
+    step of a draft model; `lookup_s` of drafting d tokens by n-gram; `judge_s` what a rule costs over `exact`."""
+
+    context: int
+    round_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    draft_step_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    lookup_s: dict[int, list[float]] = field(default_factory=dict)
+    judge_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    spread: dict[tuple[str, int], float] = field(default_factory=dict)  # median absolute deviation over the median
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON data."""
+        def flat(table: dict[Any, Any]) -> dict[str, Any]:
+            return {"/".join(map(str, key)) if isinstance(key, tuple) else str(key): value for key, value in table.items()}
+
+        return {"schema": "lossytune.costs/1", "context": self.context, "round_s": flat(self.round_s),
+                "draft_step_s": flat(self.draft_step_s), "lookup_s": flat(self.lookup_s), "judge_s": flat(self.judge_s),
+                "spread": flat(self.spread)}
+
+    def write(self, path: Path) -> None:
+        """Writes costs.json."""
+        write_text(path, json.dumps(self.dump(), indent=2) + "\n")
+
+
+class CostMeter:
+    """Measures cells of a cost table on first use.
+
+    runners(precision) gives the target (and the draft model or None); prompts: typical prompts, cut or repeated to
+    `context` tokens; clock: replaced in tests.
+    """
+
+    def __init__(self, runners: Callable[[str], tuple[Runner, Draft | None]], prompts: list[list[int]], context: int,
+                 sampling: Sampling, max_draft_length: int, clock: Clock = default_clock, repeats: int = _REPEATS) -> None:
+        self.runners = runners
+        self.prompts = prompts
+        self.sampling = sampling
+        self.max_draft_length = max_draft_length
+        self.clock = clock
+        self.repeats = repeats
+        self.table = CostTable(context)
+
+    def _rows(self, batch: int) -> list[list[int]]:
+        """`batch` prompts around `context` tokens; of unequal length in a batch, since real rows are."""
+        rows = []
+        for index in range(batch):
+            prompt = self.prompts[index % len(self.prompts)]
+            length = max(2, self.table.context - (index % 4) * 3)
+            rows.append((prompt * (length // len(prompt) + 1))[:length])
+        return rows
+
+    def _decode(self, target: Runner, draft: Draft, batch: int, rounds: int, settings: Settings) -> Stats:
+        """Runs the real loop for `rounds` rounds and returns what it counted."""
+        stats = Stats()
+        generator = torch.Generator(device=target.device)
+        generator.manual_seed(0)
+        limit = rounds * (MAX_DRAFT_LENGTH + 1) + MAX_DRAFT_LENGTH + 2
+        if target.position_limit is not None:
+            limit = max(rounds + 2, min(limit, target.position_limit - self.table.context))
+        job = Job(settings, self.sampling, Stopping(limit), generator)
+        for done, _ in enumerate(decode(target, draft, self._rows(batch), job, stats), start=1):
+            if done == rounds:
+                break
+        return stats
+
+    def round_s(self, precision: str, batch: int) -> list[float]:
+        """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch; all lengths interleaved."""
+        key = (precision, batch)
+        if key not in self.table.round_s:
+            target, _ = self.runners(precision)
+            lengths = list(range(self.max_draft_length + 1))
+            order = lengths * _WARM_UP
+            for repeat in range(self.repeats):  # up and down, so that a drift of the machine hits all alike
+                order += lengths if repeat % 2 == 0 else lengths[::-1]
+            draft = _Scripted(order, target.vocab_size, target.device)
+            stats = self._decode(target, draft, batch, len(order), Settings(rule="exact", draft_length=MAX_DRAFT_LENGTH))
+            kept = list(zip(order, stats.round_times_s, strict=True))[len(lengths) * _WARM_UP:]
+            samples = [[seconds for length, seconds in kept if length == wanted] for wanted in lengths]
+            medians = [float(np.median(part)) for part in samples]
+            self.table.round_s[key] = medians
+            self.table.spread[key] = float(np.mean([np.median(np.abs(np.array(part) - middle)) / middle
+                                                    for part, middle in zip(samples, medians, strict=True)]))
+        return self.table.round_s[key]
+
+    def draft_step_s(self, precision: str, batch: int) -> float:
+        """Median seconds of one step of the draft model; 0 when the draft is not a model."""
+        key = (precision, batch)
+        if key not in self.table.draft_step_s:
+            target, draft = self.runners(precision)
+            if draft is None or isinstance(draft, NgramDraft):
+                return 0.0
+            times = []
+            for _ in range(3):
+                stats = self._decode(target, draft, batch, 6, Settings(rule="exact", draft_length=4))
+                times.append(stats.draft_s / max(stats.draft_steps, 1))
+            self.table.draft_step_s[key] = float(np.median(times))
+        return self.table.draft_step_s[key]
+
+    def lookup_s(self, batch: int) -> list[float]:
+        """Median seconds of drafting at most 0, 1, .. tokens by n-gram in each row of a batch."""
+        if batch not in self.table.lookup_s:
+            rows, medians = self._rows(batch), [0.0]
+            draft = NgramDraft()
+            for length in range(1, self.max_draft_length + 1):
+                request = Request(rows, [length] * batch, Settings(draft_length=length), self.sampling, torch.Generator())
+                samples = []
+                for _ in range(_JUDGE_REPEATS):
+                    began = self.clock()
+                    draft.propose(request)
+                    samples.append(self.clock() - began)
+                medians.append(float(np.median(samples)))
+            self.table.lookup_s[batch] = medians
+        return self.table.lookup_s[batch]
+
+    def judge_s(self, rule: str, batch: int, dense: bool) -> float:
+        """Seconds a round that `rule` takes over `exact`, for a draft that samples (dense q); never negative."""
+        key = (rule, batch)
+        if rule == "exact" or not dense:
+            return 0.0
+        if key not in self.table.judge_s:
+            target, _ = self.runners(next(iter({precision for precision, _ in self.table.round_s}), "fp32"))
+            self.table.judge_s[key] = max(0.0, self._judge(rule, batch, target) - self._judge("exact", batch, target))
+        return self.table.judge_s[key]
+
+    def _judge(self, rule: str, batch: int, target: Runner) -> float:
+        generator = torch.Generator(device=target.device)
+        generator.manual_seed(0)
+        width, device = 4, target.device
+        logits = 3 * torch.randn(batch, width + 1, target.vocab_size, generator=generator, device=device)
+        noise = torch.randn(batch, width, target.vocab_size, generator=generator, device=device)
+        p, q = logits.softmax(-1), (logits[:, :width] + noise).softmax(-1)
+        proposal = Proposal(q.argmax(-1), [width] * batch, q, width)
+        uniforms = torch.rand(batch, width + 1, generator=generator, device=device)
+        alpha = torch.full((batch, width), 0.3, device=device)
+        samples = []
+        for _ in range(_JUDGE_REPEATS + 1):
+            synchronise(device)
+            began = self.clock()
+            judge(p, proposal, Settings(rule=rule, alpha=0.3), alpha, uniforms, greedy=False)  # type: ignore[arg-type]
+            synchronise(device)
+            samples.append(self.clock() - began)
+        return float(np.median(samples[1:]))

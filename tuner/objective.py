@@ -1,0 +1,79 @@
+"""From a configuration to its two objectives: predicted speed-up and exact perplexity ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lossyspec.likelihood import Floats
+from lossyspec.records import Prediction
+from lossyspec.settings import Settings
+
+from .measurement.costs import CostMeter
+from .replay import Flow, Replay, Replayed
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One configuration: what replay says of its quality, and what the cost table makes of its speed."""
+
+    replayed: Replayed
+    predicted: Prediction
+
+
+def _longest(drafted: Floats, batch: int) -> Floats:
+    """Distribution of the longest of `batch` independent rows: a pass verifies as many tokens as its longest row drafted."""
+    return np.diff(np.concatenate([[0.0], np.cumsum(drafted) ** batch]))
+
+
+class Objective:
+    """Evaluates configurations on one half of the workload.
+
+    precisions: those that plain decoding may use; the fastest of them at a batch size is the baseline there.
+    dense: the draft samples from a full q (a model), so that rules cost time on its V numbers.
+    """
+
+    def __init__(self, replay: Replay, meter: CostMeter, precisions: tuple[str, ...], dense: bool) -> None:
+        self.replay = replay
+        self.meter = meter
+        self.precisions = precisions
+        self.dense = dense
+
+    def plain_round_s(self, batch: int) -> tuple[float, str]:
+        """Seconds of the fastest plain round at a batch size, and its precision."""
+        return min((self.meter.round_s(precision, batch)[0], precision) for precision in self.precisions)
+
+    def round_s(self, settings: Settings, flow: Flow, batch: int) -> float:
+        """Expected seconds of one pass of the whole batch, drafting and judging included."""
+        precision = settings.precision.target
+        verify = self.meter.round_s(precision, batch)
+        lengths = _longest(flow.drafted, batch)
+        total = float(sum(share * verify[length] for length, share in enumerate(lengths)))
+        if settings.draft_length == 0:
+            return total
+        if self.dense:
+            # a row stopped by theta has paid the step that showed it
+            steps = sum(share * min(length + (settings.theta > 0), settings.draft_length) for length, share in enumerate(lengths))
+            total += steps * self.meter.draft_step_s(precision, batch)
+        else:
+            total += self.meter.lookup_s(batch)[settings.draft_length]
+        return total + self.meter.judge_s(settings.rule, batch, self.dense)
+
+    def predict(self, settings: Settings, flow: Flow, batch: int) -> Prediction:
+        """Speed from the cost table; the ratio is to the fastest plain decoding at the same batch size."""
+        seconds, (plain_s, _) = self.round_s(settings, flow, batch), self.plain_round_s(batch)
+        return Prediction(speedup=flow.tokens_per_round * plain_s / seconds, tokens_per_s=batch * flow.tokens_per_round / seconds,
+                          tokens_per_round=flow.tokens_per_round, drafted_per_round=flow.drafted_per_round,
+                          acceptance=flow.acceptance, round_s=seconds, plain_round_s=plain_s)
+
+    def evaluate(self, settings: Settings, batch: int) -> Evaluated:
+        """Both objectives. Raises ValueError when one is not a finite number, with the reason."""
+        replayed = self.replay.run(settings)
+        if not math.isfinite(replayed.perplexity_ratio):
+            raise ValueError(f"perplexity ratio is {replayed.perplexity_ratio}: the rule gives some reference token no chance at all")
+        predicted = self.predict(settings, replayed.flow, batch)
+        if not math.isfinite(predicted.speedup) or predicted.speedup <= 0:
+            raise ValueError(f"predicted speed-up is {predicted.speedup}")
+        return Evaluated(replayed, predicted)

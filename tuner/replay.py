@@ -1,0 +1,158 @@
+"""Replay: the exact perplexity and the expected rounds of any configuration, from a trace, without running a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lossyspec.errors import ConfigurationError
+from lossyspec.likelihood import Flags, Floats, Recursion, StepWeights, bootstrap_ratio, forward
+from lossyspec.records import Estimate, Quality
+from lossyspec.settings import Settings
+
+from .laws import Answer, GreedyLaw
+from .trace import TAUS, Trace
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one configuration does in a row. drafted: (draft_length + 1,) share of rounds that draft 0, 1, .. tokens."""
+
+    tokens_per_round: float
+    acceptance: float | None
+    drafted: Floats
+
+    @property
+    def drafted_per_round(self) -> float:
+        """Mean drafted tokens a round."""
+        return float(self.drafted @ np.arange(len(self.drafted)))
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Quality and flow of one configuration on one trace. log_ratio: (N,) nats of each text against the reference."""
+
+    flow: Flow
+    log_ratio: Floats
+    tokens: Floats
+    tv: float | None
+    kl_forward: float | None
+    kl_reverse: float | None
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Perplexity of the decoder over the reference target's, over all texts; inf when a text has likelihood 0."""
+        mean = float(self.log_ratio.sum() / self.tokens.sum())
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+def certificate(settings: Settings) -> float | None:
+    """Upper bound of the perplexity ratio on ANY text, against the target at the same precision: 1 / (1 - alpha) for the
+    rules that keep pi >= (1 - alpha) p; None for the others."""
+    if settings.lossless:
+        return 1.0
+    if settings.rule in ("mixture", "optimal", "priced") and settings.alpha < 1:
+        return 1 / (1 - settings.alpha)
+    return None
+
+
+def nearest_tau(tau: float) -> float:
+    """The tau of the trace that stands for this one. Raises ConfigurationError when none is within 1 %."""
+    best = min(TAUS, key=lambda value: abs(value - tau))
+    if abs(best - tau) > 0.01 * tau:
+        raise ConfigurationError(f"tau is {tau}; the trace holds {', '.join(map(str, TAUS))}")
+    return best
+
+
+class Replay:
+    """Replays configurations on one trace; keeps what depends on (precision, tau, rule, alpha) alone for the next call."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.mask: Flags = trace.mask()
+        self.tokens = self.mask.sum(1).astype(float)
+        self._last = trace.last_of_limited()
+        self._answers: dict[tuple[Any, ...], Answer] = {}
+        self._single = len({tau for _, tau in trace.laws}) == 1
+        self._reference = self._padded(trace.plain[trace.reference])
+
+    def _padded(self, flat: Any, fill: float = 0.0) -> Floats:
+        """(N, L) from (T,)."""
+        values = np.full(self.mask.shape, fill)
+        values[self.mask] = np.asarray(flat)
+        return values
+
+    def _answer(self, settings: Settings, tau: float) -> Answer:
+        rule, alpha = ("exact", 0.0) if settings.lossless else (settings.rule, settings.alpha)
+        key = (settings.precision.target, tau, rule, alpha)
+        if key not in self._answers:
+            if len(self._answers) > 256:
+                self._answers.clear()
+            law = self.trace.laws[settings.precision.target, tau]
+            self._answers[key] = law.answer(rule, torch.full_like(law.confidence, alpha, dtype=torch.float64))
+        return self._answers[key]
+
+    def run(self, settings: Settings) -> Replayed:
+        """Replays one configuration. Raises ConfigurationError for a precision or tau that was not traced."""
+        precision, gamma = settings.precision.target, settings.draft_length
+        tau = 1.0 if self._single else nearest_tau(settings.tau)
+        if (precision, tau) not in self.trace.laws:
+            raise ConfigurationError(f"precision {precision} was not traced; traced: "
+                                     f"{', '.join(sorted({name for name, _ in self.trace.laws}))}")
+        law = self.trace.laws[precision, tau]
+        answer = self._answer(settings, tau)
+        confidence = self._padded(law.confidence, -1.0)
+        draftable = (confidence >= max(settings.theta, 0.0)) & ~self._last
+        greedy = isinstance(law, GreedyLaw)
+        plain = np.ones(self.mask.shape) if greedy else np.exp(self._padded(self.trace.plain[precision]))
+        weights = StepWeights(self._padded(answer.accepted)[..., None], self._padded(answer.rejected)[..., None],
+                              self._padded(answer.acceptance)[..., None], draftable[..., None], plain, self.mask)
+        recursion = forward(weights, gamma)
+        if greedy:
+            log_ratio = (recursion.drafted * self._padded(answer.regret)).sum(1)
+        else:
+            log_ratio = (self._reference * self.mask).sum(1) - recursion.log_likelihood
+        return Replayed(self._flow(recursion, settings), log_ratio, self.tokens, self._mean(recursion, answer.tv),
+                        self._mean(recursion, answer.kl_forward), self._mean(recursion, answer.kl_reverse))
+
+    def _mean(self, recursion: Recursion, values: torch.Tensor | None) -> float | None:
+        """Mean over emitted positions, where the relaxed law rules at a share `drafted` of them; None if not finite."""
+        if values is None:
+            return None
+        padded, share = self._padded(values), recursion.drafted
+        total = float(np.where(share > 0, padded, 0.0).ravel() @ share.ravel())
+        return max(total / float(self.tokens.sum()), 0.0) if math.isfinite(total) else None
+
+    def _flow(self, recursion: Recursion, settings: Settings) -> Flow:
+        """Expected rounds, and how many tokens are drafted in each, weighed by where rounds begin."""
+        gamma = settings.draft_length
+        rounds, accepted = float(recursion.rounds.sum()), float(recursion.accepted.sum())
+        shares = np.zeros(gamma + 1)
+        if gamma:
+            going = self.trace.chain[:, :gamma] >= max(settings.theta, 0.0)
+            lengths = np.zeros(self.mask.shape, dtype=int)
+            lengths[self.mask] = going.cumprod(1).sum(1).astype(int)
+            # a round leaves room for the token after it
+            room = self.tokens[:, None] - np.arange(self.mask.shape[1]) - 1
+            limited = np.array(self.trace.texts.limited)[:, None]
+            lengths = np.where(limited, np.minimum(lengths, np.maximum(room, 0)), lengths).astype(int)
+            np.add.at(shares, lengths.ravel(), recursion.starts.ravel())
+        else:
+            shares[0] = 1.0
+        shares /= shares.sum()
+        drafted = float(shares @ np.arange(gamma + 1)) * rounds
+        return Flow(float(self.tokens.sum()) / rounds, accepted / drafted if drafted > 0 else None, shares)
+
+    def quality(self, settings: Settings, replayed: Replayed | None = None, corpus: str = "target_samples",
+                interval: bool = True, seed: int = 0) -> Quality:
+        """The quality record of a configuration, with a paired bootstrap interval over texts."""
+        result = replayed or self.run(settings)
+        span = bootstrap_ratio(result.log_ratio, result.tokens, seed=seed) if interval and len(result.tokens) > 1 else None
+        return Quality(perplexity_ratio=Estimate(value=result.perplexity_ratio, ci95=span), tokens=int(result.tokens.sum()),
+                       texts=len(result.tokens), corpus=corpus,  # type: ignore[arg-type]
+                       tv=result.tv, kl_forward=result.kl_forward, kl_reverse=result.kl_reverse,
+                       certificate=certificate(settings))

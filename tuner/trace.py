@@ -1,0 +1,246 @@
+"""The trace: one pass of the models along the task's texts, kept small enough to replay thousands of configurations on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lossyspec.acceptance import entropy
+from lossyspec.drafting import ngram_chain
+from lossyspec.errors import ConfigurationError
+from lossyspec.likelihood import Flags, Floats
+from lossyspec.runner import Runner
+from lossyspec.sampling import probabilities
+from lossyspec.settings import NgramSettings, Sampling
+
+from .laws import BinnedLaw, GreedyLaw, Law, OneHotLaw, bin_masses
+
+#: draft temperatures that a trace of a sampling draft holds
+TAUS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
+#: logits of this many positions are held at a time
+_CHUNK = 128
+#: what a law keeps, by its class, in the order of its fields
+_KINDS: dict[str, type[Any]] = {"one_hot": OneHotLaw, "greedy": GreedyLaw, "binned": BinnedLaw}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prompts and outputs as token ids. limited: the output was cut at the token limit, not ended by the model."""
+
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+    limited: list[bool]
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all texts."""
+        return sum(map(len, self.outputs))
+
+
+@dataclass
+class Trace:
+    """One half of a workload. laws: by (precision, tau). plain: log p of each output token by precision, flat over texts.
+
+    chain: (T, max_draft_length) running least confidence of what the draft would propose from the position on; -1: nothing.
+    reference: the precision whose p the perplexity ratio is taken against.
+    """
+
+    texts: Texts
+    reference: str
+    chain: Floats
+    laws: dict[tuple[str, float], Law] = field(default_factory=dict)
+    plain: dict[str, Floats] = field(default_factory=dict)
+
+    def mask(self) -> Flags:
+        """(N, L) which places of the padded texts hold a token."""
+        longest = max(map(len, self.texts.outputs))
+        return np.array([[place < len(output) for place in range(longest)] for output in self.texts.outputs])
+
+    def last_of_limited(self) -> Flags:
+        """(N, L) the last token before the limit: never drafted, since a round leaves room for the token after it."""
+        mask = np.zeros_like(self.mask())
+        for row, (output, limited) in enumerate(zip(self.texts.outputs, self.texts.limited, strict=True)):
+            if limited:
+                mask[row, len(output) - 1] = True
+        return mask
+
+
+def ngram_chains(texts: Texts, settings: NgramSettings, limit: int) -> tuple[Tensor, Floats]:
+    """(T,) drafted token at each position (-1: none), and (T, limit) its chain of confidences."""
+    first: list[int] = []
+    chain = np.full((texts.tokens, limit), -1.0)
+    for prompt, output in zip(texts.prompts, texts.outputs, strict=True):
+        for place in range(len(output)):
+            drafted = ngram_chain(prompt + output[:place], settings, limit)
+            confidences = [confidence for _, confidence in drafted]
+            chain[len(first), :len(confidences)] = np.minimum.accumulate(confidences) if confidences else []
+            first.append(drafted[0][0] if drafted else -1)
+    return torch.tensor(first), chain
+
+
+def forced_chain(confidence: Floats, texts: Texts, limit: int) -> Floats:
+    """The chain of a sampling draft, taken along the text itself: its own continuation is not known without running it."""
+    chain = np.full((len(confidence), limit), -1.0)
+    first = 0
+    for output in texts.outputs:
+        part = confidence[first:first + len(output)]
+        for depth in range(min(limit, len(part))):
+            chain[first:first + len(part) - depth, depth] = part[depth:]
+        first += len(output)
+    return np.minimum.accumulate(chain, axis=1)
+
+
+@torch.inference_mode()
+def text_logits(runner: Runner, prompt: list[int], output: list[int]) -> list[Tensor]:
+    """fp32 logits (n, V) that predict each output token, in pieces, by the same cached passes as decoding."""
+    runner.check_room(len(prompt) + len(output))
+    runner.start([prompt], len(prompt) + len(output))
+    read = [prompt[-1], *output[:-1]]
+    pieces = []
+    for begin in range(0, len(read), _CHUNK):
+        piece = torch.tensor([read[begin:begin + _CHUNK]], device=runner.device)
+        pieces.append(runner.logits(piece, [len(prompt) - 1 + begin])[0])
+    return pieces
+
+
+def _one_hot(p: Tensor, text: Tensor, drafted: Tensor, greedy: bool, confidence: Tensor) -> dict[str, Tensor]:
+    some = drafted >= 0
+    chosen = torch.where(some, p.gather(-1, drafted.clamp_min(0).unsqueeze(-1)).squeeze(-1), 0.0).double()
+    if greedy:
+        best, index = p.max(-1)
+        return {"p_draft": chosen, "p_best": best.double(), "hit": drafted == index, "confidence": confidence}
+    return {"p_draft": chosen, "p_text": p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double(),
+            "entropy": entropy(p).double(), "hit": drafted == text, "confidence": confidence}
+
+
+def _binned(p: Tensor, q: Tensor, text: Tensor) -> dict[str, Tensor]:
+    p_mass, q_mass = bin_masses(p, q)
+    pick = text.unsqueeze(-1)
+    return {"p_mass": p_mass, "q_mass": q_mass, "p_text": p.gather(-1, pick).squeeze(-1).double(),
+            "q_text": q.gather(-1, pick).squeeze(-1).double(), "confidence": q.amax(-1).double()}
+
+
+class Tracer:
+    """Adds the laws of one precision to a trace.
+
+    full_support: the request's temperature without top-k, top-p or penalties, as the perplexity ratio needs it.
+    """
+
+    def __init__(self, sampling: Sampling, ngram: NgramSettings | None, max_draft_length: int) -> None:
+        self.full_support = Sampling(temperature=sampling.temperature)
+        self.greedy = sampling.temperature == 0
+        self.ngram = ngram
+        self.limit = max_draft_length
+
+    def begin(self, texts: Texts, reference: str) -> Trace:
+        """An empty trace of texts; raises ConfigurationError when a text has no token."""
+        if not all(texts.outputs):
+            raise ConfigurationError("a text of the workload has no tokens to trace")
+        chain = np.full((texts.tokens, self.limit), -1.0)
+        trace = Trace(texts, reference, chain)
+        if self.ngram is not None:
+            self._drafted, trace.chain = ngram_chains(texts, self.ngram, self.limit)
+        return trace
+
+    def add(self, trace: Trace, precision: str, target: Runner, draft: Runner | None,
+            progress: Callable[[], None] = lambda: None) -> None:
+        """Runs target (and draft) along the texts. Calls `progress` after each text."""
+        parts: dict[float, list[dict[str, Tensor]]] = {}
+        plain: list[Tensor] = []
+        first = 0
+        for prompt, output in zip(trace.texts.prompts, trace.texts.outputs, strict=True):
+            drafts = text_logits(draft, prompt, output) if draft is not None else None
+            for index, logits in enumerate(text_logits(target, prompt, output)):
+                text = torch.tensor(output[index * _CHUNK:index * _CHUNK + logits.shape[0]])
+                p = probabilities(logits, self.full_support).cpu()
+                plain.append(p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double().log())
+                q_logits = drafts[index] if drafts is not None else None
+                for tau, part in self._laws(trace, p, q_logits, text, first):
+                    parts.setdefault(tau, []).append(part)
+                first += logits.shape[0]
+            progress()
+        trace.plain[precision] = torch.cat(plain).numpy()
+        for tau, pieces in parts.items():
+            joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+            trace.laws[precision, tau] = self._kind()(**joined)
+        if draft is not None:
+            trace.chain = forced_chain(trace.laws[precision, 1.0].confidence.numpy(), trace.texts, self.limit)
+
+    def _kind(self) -> type[Any]:
+        if self.greedy:
+            return GreedyLaw
+        return OneHotLaw if self.ngram is not None else BinnedLaw
+
+    def _laws(self, trace: Trace, p: Tensor, q_logits: Tensor | None, text: Tensor,
+              first: int) -> list[tuple[float, dict[str, Tensor]]]:
+        if q_logits is None:
+            place = slice(first, first + len(text))
+            confidence = torch.from_numpy(trace.chain[place, 0].copy())
+            return [(1.0, _one_hot(p, text, self._drafted[place], self.greedy, confidence))]
+        if self.greedy:
+            q = probabilities(q_logits, self.full_support).cpu()
+            return [(1.0, _one_hot(p, text, q[:, : p.shape[-1]].argmax(-1), True, q.amax(-1).double()))]
+        return [(tau, _binned(p, probabilities(q_logits, self.full_support, tau).cpu(), text)) for tau in TAUS]
+
+
+def save_trace(path: Path, traces: dict[str, Trace]) -> None:
+    """Writes the traces of a run as one safetensors file."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, Any] = {}
+    for half, trace in traces.items():
+        tensors[f"{half}/chain"] = torch.from_numpy(trace.chain)
+        for precision, values in trace.plain.items():
+            tensors[f"{half}/plain/{precision}"] = torch.from_numpy(values)
+        for (precision, tau), law in trace.laws.items():
+            kind = next(name for name, cls in _KINDS.items() if isinstance(law, cls))
+            for name in law.__dataclass_fields__:  # type: ignore[attr-defined]
+                if not name.startswith("_"):
+                    tensors[f"{half}/law/{kind}/{precision}/{tau}/{name}"] = getattr(law, name).contiguous()
+        index[half] = {"reference": trace.reference, "prompts": trace.texts.prompts, "outputs": trace.texts.outputs,
+                       "limited": trace.texts.limited}
+    temporary = path.with_suffix(".partial")
+    save_file(tensors, temporary, metadata={"schema": "lossytune.trace/1", "index": json.dumps(index)})
+    temporary.replace(path)
+
+
+def load_trace(path: Path) -> dict[str, Trace]:
+    """Reads what `save_trace` wrote. Raises ConfigurationError for another file."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as stored:
+            metadata = stored.metadata() or {}
+            if metadata.get("schema") != "lossytune.trace/1":
+                raise ConfigurationError(f"{path}: schema is {metadata.get('schema')!r}; expected 'lossytune.trace/1'")
+            tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: not a trace ({error})") from None
+    traces: dict[str, Trace] = {}
+    for half, note in json.loads(metadata["index"]).items():
+        texts = Texts(note["prompts"], note["outputs"], note["limited"])
+        trace = Trace(texts, note["reference"], tensors[f"{half}/chain"].numpy())
+        fields: dict[tuple[str, str, float], dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            place = key.split("/")
+            if place[0] == half and place[1] == "plain":
+                trace.plain[place[2]] = value.numpy()
+            elif place[0] == half and place[1] == "law":
+                fields.setdefault((place[2], place[3], float(place[4])), {})[place[5]] = value
+        for (kind, precision, tau), values in fields.items():
+            trace.laws[precision, tau] = _KINDS[kind](**values)
+        traces[half] = trace
+    return traces
+
+
+def reference_texts(prompts: Sequence[list[int]], references: Sequence[list[int]], limit: int) -> Texts:
+    """Texts of the task's human references, cut at `limit` tokens."""
+    return Texts(list(map(list, prompts)), [list(ids[:limit]) for ids in references], [len(ids) >= limit for ids in references])
