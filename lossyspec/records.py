@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -112,12 +112,36 @@ class FrontPoint(Model):
     batch_size: int
     predicted: Prediction
     quality: Quality
+    quality_references: Quality | None = None  # on the task's human references, where it has some
     measured: Measurement | None
     note: str | None = None
 
 
+class BlockRecord(Model):
+    """One line of measurements.jsonl: one run of one contestant in one block, as it was counted.
+
+    contestant: `transformers`, or the number of the trial. Seconds of wall clock; prefill and decoding apart
+    (None: the contestant does not tell them apart). forward: whether the block ran the contestants in order or reversed.
+    """
+
+    schema_: Literal["lossytune.block/1"] = Field("lossytune.block/1", alias="schema")
+    block: int
+    forward: bool
+    contestant: str
+    batch_size: int
+    tokens: int
+    total_s: float
+    decode_s: float | None
+    rounds: int | None
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    first_token_s: float | None
+    gaps_s: tuple[float, ...] = ()  # seconds between tokens: a round's time shared by its tokens
+    outputs: tuple[tuple[int, ...], ...] = ()
+
+
 class Front(Model):
-    """front.json: the confirmed points, fastest last, and the verdict in words."""
+    """front.json: the confirmed points, fastest last, and the verdict in words. max_quality_loss: 0.05 is 5 %."""
 
     schema_: Literal["lossytune.front/1"] = Field("lossytune.front/1", alias="schema")
     points: tuple[FrontPoint, ...]
@@ -178,11 +202,24 @@ def write_record(path: Path, record: Model) -> None:
 
 
 def append_record(path: Path, record: Model) -> None:
-    """Appends one line and waits until it is on the disk."""
-    with open(path, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(dump(record), ensure_ascii=False) + "\n")
+    """Appends one line and waits until it is on the disk. A last line that a crash cut off is dropped first."""
+    with open(path, "a+b") as stream:
+        _drop_cut_line(stream)
+        stream.write((json.dumps(dump(record), ensure_ascii=False) + "\n").encode())
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _drop_cut_line(stream: BinaryIO) -> None:
+    """Truncates an appended file after its last newline."""
+    end = stream.seek(0, os.SEEK_END)
+    if end == 0:
+        return
+    stream.seek(end - 1)
+    if stream.read(1) == b"\n":
+        return
+    stream.seek(0)
+    stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
 def parse(data: Any, kind: type[RecordT], place: str) -> RecordT:
@@ -209,8 +246,8 @@ def read_record(path: Path, kind: type[RecordT]) -> RecordT:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: not a JSON file ({error})") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: not a readable JSON file ({error})") from None
     return parse(data, kind, str(path))
 
 
@@ -218,7 +255,10 @@ def read_records(path: Path, kind: type[RecordT]) -> Iterator[RecordT]:
     """Reads a .jsonl file line by line. A last line cut off by a crash is skipped; any other broken line raises."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error})") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -29,7 +29,7 @@ class SearchConfig(Model):
     trials: int = Field(400, ge=1)
     batch_sizes: tuple[int, ...] = (1, 4)
     precisions: tuple[Precision, ...] | None = None  # None: all that the hardware has
-    rules: tuple[Rule, ...] | None = None  # None: optimal, mixture, priced, lenience
+    rules: tuple[Rule, ...] | None = None  # None: optimal, mixture, priced
     max_draft_length: int = Field(8, ge=1, le=MAX_DRAFT_LENGTH)
     seed: int = Field(0, ge=0)
     storage: str | None = None

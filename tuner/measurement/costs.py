@@ -26,7 +26,7 @@ from lossyspec.verification import judge
 from .clock import Clock, default_clock, synchronise
 
 _WARM_UP = 2
-_REPEATS = 11
+_REPEATS = 7
 _JUDGE_REPEATS = 5
 
 

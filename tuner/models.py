@@ -1,0 +1,128 @@
+"""The models of a search: each precision loaded once, when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lossyspec.decoder import Decoder, identify_here
+from lossyspec.drafting import Draft
+from lossyspec.loading import LoadedModel, load, shared_vocab_size
+from lossyspec.profile import Here
+from lossyspec.records import BlockRecord
+from lossyspec.runner import Runner
+from lossyspec.settings import Precision, Precisions, Sampling, Settings
+
+from .config import SearchConfig
+
+
+class ModelPool:
+    """Decoders by precision. `dense`: the draft is a model, which samples from a full q."""
+
+    def __init__(self, config: SearchConfig, say: Callable[[str], None]) -> None:
+        self.config = config
+        self.say = say
+        self.dense = config.draft != "ngram"
+        self._decoders: dict[str, Decoder] = {}
+        self.target: LoadedModel | None = None
+        self.draft: LoadedModel | None = None
+
+    def decoder(self, precision: str) -> Decoder:
+        """The decoder at a precision; loads the models on first use, and checks that target and draft go together."""
+        if precision not in self._decoders:
+            self.say(f"loading {self.config.target} in {precision}")
+            target = load(self.config.target, precision)  # type: ignore[arg-type]
+            draft = None
+            if self.dense:
+                draft = load(self.config.draft, precision, role="draft")  # type: ignore[arg-type]
+                shared_vocab_size(target.model, draft.model, target.tokenizer, draft.tokenizer)
+            self.target, self.draft = self.target or target, self.draft or draft
+            self._decoders[precision] = Decoder(target, draft)
+        return self._decoders[precision]
+
+    def here(self) -> Here:
+        """Identity of this machine and the models, once one precision is loaded."""
+        assert self.target is not None
+        return identify_here(self.target, self.draft)
+
+    def runners(self, precision: str) -> tuple[Runner, Draft | None]:
+        """Target runner and draft at a precision."""
+        decoder = self.decoder(precision)
+        return decoder.target, decoder.draft
+
+    def memory_bytes(self, settings: Settings, batch: int, context: int) -> int:
+        """Weights at the settings' precisions and the keys and values of a batch at a context; an estimate."""
+        bytes_of = {"fp32": 4, "bf16": 2, "fp16": 2}
+        total = 0
+        for model, precision in ((self.target, settings.precision.target), (self.draft, settings.precision.draft)):
+            if model is None:
+                continue
+            size = bytes_of[precision or settings.precision.target]
+            total += size * (sum(part.numel() for part in model.model.parameters()) + batch * context * _kv_numbers(model.model))
+        return total
+
+    def run_settings(self, settings: Settings, sampling: Sampling, max_new_tokens: int) -> Callable[[list[list[int]], int], BlockRecord]:
+        """A contestant's run: decodes a batch with these settings."""
+        decoder = self.decoder(settings.precision.target)
+
+        def run(prompts: list[list[int]], seed: int) -> BlockRecord:
+            began = perf_counter()
+            generation = decoder.generate_ids(prompts, max_new_tokens, seed=seed, settings=settings, **sampling.model_dump())
+            total, stats = perf_counter() - began, generation.stats
+            gaps = [seconds / max(tokens / len(prompts), 1) for seconds, tokens in zip(stats.round_times_s, stats.round_tokens, strict=True)
+                    for _ in range(max(1, round(tokens / len(prompts))))]
+            return BlockRecord(block=0, forward=True, contestant="", batch_size=len(prompts), tokens=stats.tokens, total_s=total,
+                               decode_s=stats.decode_s, rounds=stats.rounds, drafted_at=tuple(stats.drafted_at),
+                               accepted_at=tuple(stats.accepted_at), first_token_s=stats.prefill_s + stats.round_times_s[0],
+                               gaps_s=tuple(gaps[1:]), outputs=tuple(tuple(answer.tokens) for answer in generation))
+
+        return run
+
+    def run_transformers(self, precision: Precision, sampling: Sampling, max_new_tokens: int) -> Callable[[list[list[int]], int], BlockRecord]:
+        """The outside reference: transformers' own `generate` with the same model, prompts and sampling."""
+        decoder = self.decoder(precision)
+        model, device = decoder.target.model, decoder.target.device
+        pad = next(iter(decoder.eos_ids), 0)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "do_sample": sampling.temperature > 0}
+        if sampling.temperature > 0:
+            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+        options["repetition_penalty"] = sampling.repetition_penalty
+
+        def run(prompts: list[list[int]], seed: int) -> BlockRecord:
+            width = max(map(len, prompts))
+            ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+            torch.manual_seed(seed)
+            began = perf_counter()
+            with torch.inference_mode():
+                result = model.generate(input_ids=ids, attention_mask=mask, **options)[:, width:].tolist()
+            total = perf_counter() - began
+            outputs = [_until_eos(row, decoder.eos_ids) for row in result]
+            return BlockRecord(block=0, forward=True, contestant="", batch_size=len(prompts), tokens=sum(map(len, outputs)),
+                               total_s=total, decode_s=None, rounds=None, first_token_s=None,
+                               outputs=tuple(tuple(output) for output in outputs))
+
+        return run
+
+
+def default_precisions(precision: Precision, dense: bool) -> Precisions:
+    """Target and draft in the same precision; no draft precision where it has no weights."""
+    return Precisions(target=precision, draft=precision if dense else None)
+
+
+def _until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+    for place, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[:place + 1]
+    return tokens
+
+
+def _kv_numbers(model: Any) -> int:
+    """Numbers that one token adds to the cache."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width

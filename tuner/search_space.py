@@ -1,0 +1,135 @@
+"""What the search may choose from, on this hardware, with this draft; and what was left out, with the reason."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import Trial
+
+from lossyspec.errors import ConfigurationError
+from lossyspec.settings import NgramSettings, Precisions, Settings
+
+from .config import SearchConfig
+from .trace import TAUS
+
+_DEFAULT_RULES = ("optimal", "mixture", "priced")
+#: thresholds between the confidences 1/2, 2/3, 3/4, 4/5 of matches of 1, 2, 3, 4 tokens
+_NGRAM_THETAS = (0.0, 0.6, 0.7, 0.78)
+_NGRAM_TWINS = {"mixture": "optimal"}
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The choices. dense: the draft samples from a full q. excluded: what is not searched, by name, with the reason."""
+
+    rules: tuple[str, ...]
+    precisions: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    max_draft_length: int
+    dense: bool
+    relax: bool
+    greedy: bool
+    excluded: dict[str, str]
+
+    @property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """The parameters as Optuna knows them."""
+        found: dict[str, BaseDistribution] = {
+            "draft_length": IntDistribution(0, self.max_draft_length),
+            "precision": CategoricalDistribution(self.precisions),
+            "batch_size": CategoricalDistribution(self.batch_sizes),
+        }
+        if self.relax:
+            found["rule"] = CategoricalDistribution(self.rules)
+            found["alpha"] = FloatDistribution(0.0, 1.0, step=0.01)
+        if self.dense:
+            found["theta"] = FloatDistribution(0.0, 0.9, step=0.05)
+            if not self.greedy:
+                found["tau"] = CategoricalDistribution(TAUS)
+        else:
+            found["theta"] = CategoricalDistribution(_NGRAM_THETAS)
+        return found
+
+    def suggest(self, trial: Trial) -> dict[str, Any]:
+        """Asks the sampler for each parameter."""
+        # one call for all of them: Trial has no public way to suggest from a distribution but by its kind
+        params: dict[str, Any] = {}
+        for name, kind in self.distributions.items():
+            if isinstance(kind, CategoricalDistribution):
+                params[name] = trial.suggest_categorical(name, kind.choices)
+            elif isinstance(kind, IntDistribution):
+                params[name] = trial.suggest_int(name, kind.low, kind.high)
+            elif isinstance(kind, FloatDistribution):
+                params[name] = trial.suggest_float(name, kind.low, kind.high, step=kind.step)
+        return params
+
+    def settings(self, params: Mapping[str, Any]) -> tuple[Settings, int]:
+        """Settings and batch size of parameters. What is of no effect gets its neutral value."""
+        length, alpha = int(params["draft_length"]), round(float(params.get("alpha", 0.0)), 4)
+        if length == 0:
+            alpha = 0.0
+        precision = params["precision"]
+        return Settings(
+            rule=params["rule"] if alpha > 0 else "exact", alpha=alpha, draft_length=length,
+            theta=float(params["theta"]) if length else 0.0, tau=float(params.get("tau", 1.0)) if length else 1.0,
+            precision=Precisions(target=precision, draft=precision if self.dense else None),
+            ngram=None if self.dense else NgramSettings()), int(params["batch_size"])
+
+    def params(self, *, draft_length: int, precision: str, batch_size: int, theta: float = 0.0, alpha: float = 0.0,
+               tau: float = 1.0, rule: str | None = None) -> dict[str, Any]:
+        """Parameters of a configuration that is enqueued."""
+        values = {"draft_length": draft_length, "precision": precision, "batch_size": batch_size, "theta": theta,
+                  "alpha": alpha, "tau": tau, "rule": rule or (self.rules[0] if self.rules else None)}
+        return {name: values[name] for name in self.distributions}
+
+    def describe(self) -> dict[str, Any]:
+        """The space as JSON data."""
+        return {name: json.loads(_as_json(kind)) for name, kind in self.distributions.items()}
+
+    def digest(self, *context: str) -> str:
+        """A hash of the space and of what else must not change within a study."""
+        text = json.dumps([self.describe(), list(context)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_json(kind: BaseDistribution) -> str:
+    from optuna.distributions import distribution_to_json
+
+    return distribution_to_json(kind)
+
+
+def build_space(config: SearchConfig, dense: bool, greedy: bool, unsupported: Mapping[str, str | None],
+                unsuitable: str | None) -> SearchSpace:
+    """The space for a search. unsupported: the reason by precision, None where it runs. unsuitable: why not to relax.
+
+    Raises ConfigurationError when a precision was asked for by name and the hardware lacks it, or a rule cannot be used.
+    """
+    excluded: dict[str, str] = {}
+    for precision in config.precisions or ():
+        if (reason := unsupported.get(precision)) is not None:
+            raise ConfigurationError(f"precision {precision} was asked for: {reason}")
+    excluded.update({f"precision {name}": reason for name, reason in unsupported.items()
+                     if reason is not None and config.precisions is None})
+    precisions = config.precisions or tuple(name for name, reason in unsupported.items() if reason is None)
+    relax = unsuitable is None or config.force
+    if not relax:
+        excluded["lossy rules"] = f"task {config.task} is lossless only: {unsuitable} (--force relaxes it all the same)"
+    rules = tuple(rule for rule in config.rules or _DEFAULT_RULES if rule != "exact")
+    if greedy and rules:
+        excluded.update({f"rule {rule}": "at temperature 0 all rules accept alike" for rule in rules[1:]})
+        rules = rules[:1]
+    elif not dense:
+        for rule, twin in _NGRAM_TWINS.items():
+            if rule in rules and twin in rules:
+                excluded[f"rule {rule}"] = f"the same law as {twin} for a draft that proposes one token for certain"
+                rules = tuple(name for name in rules if name != rule)
+    elif "typical" in rules:
+        raise ConfigurationError("rule typical cannot be replayed with a draft model; allowed with --draft ngram")
+    if not dense:
+        excluded["tau"] = "the n-gram draft has no temperature"
+    return SearchSpace(rules, tuple(precisions), config.batch_sizes, config.max_draft_length, dense, relax and bool(rules), greedy, excluded)
