@@ -9,8 +9,16 @@ if TYPE_CHECKING:
     from .profile import Match, Profile
     from .settings import Sampling, Settings
 
-_LAZY = {"Completion": "decoder", "Decoder": "decoder", "Generation": "decoder", "Piece": "decoder",
-         "Match": "profile", "Profile": "profile", "Sampling": "settings", "Settings": "settings"}
+_LAZY = {
+    "Completion": "decoder",
+    "Decoder": "decoder",
+    "Generation": "decoder",
+    "Piece": "decoder",
+    "Match": "profile",
+    "Profile": "profile",
+    "Sampling": "settings",
+    "Settings": "settings",
+}
 
 __all__ = ["Completion", "Decoder", "Generation", "Match", "Piece", "Profile", "Sampling", "Settings"]
 

@@ -161,8 +161,9 @@ def typical_threshold(target: Tensor, alpha: Tensor) -> Tensor:
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """min(1, n/d), with 0/d = 0 and n/0 = 1 for n > 0."""
-    return torch.where(numerator >= denominator, (numerator > 0).to(numerator.dtype),
-                       numerator / denominator.clamp_min(1e-45))
+    return torch.where(
+        numerator >= denominator, (numerator > 0).to(numerator.dtype), numerator / denominator.clamp_min(1e-45)
+    )
 
 
 def _exact(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
@@ -214,8 +215,15 @@ def _fuzzy(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
     return _baseline(near.unsqueeze(-1).expand_as(target), target, draft, fallback_exact=True)
 
 
-_RULES = {"exact": _exact, "mixture": _mixture, "optimal": _optimal, "priced": _priced,
-          "lenience": _lenience, "typical": _typical, "fuzzy": _fuzzy}
+_RULES = {
+    "exact": _exact,
+    "mixture": _mixture,
+    "optimal": _optimal,
+    "priced": _priced,
+    "lenience": _lenience,
+    "typical": _typical,
+    "fuzzy": _fuzzy,
+}
 
 
 def check_rule(rule: str) -> None:
@@ -230,16 +238,19 @@ def verify(rule: str, target: Tensor, draft: Tensor, alpha: Tensor) -> Verificat
     result = _RULES[rule](target, draft, alpha)
     if rule in ("typical", "fuzzy") and bool((alpha == 0).any()):
         strict, zero = _exact(target, draft, alpha), alpha == 0
-        result = Verification(torch.where(zero.unsqueeze(-1), strict.accept, result.accept),
-                              torch.where(zero, strict.residual_target, result.residual_target),
-                              torch.where(zero, strict.residual_draft, result.residual_draft))
+        result = Verification(
+            torch.where(zero.unsqueeze(-1), strict.accept, result.accept),
+            torch.where(zero, strict.residual_target, result.residual_target),
+            torch.where(zero, strict.residual_draft, result.residual_draft),
+        )
     return result
 
 
 def residual(target: Tensor, draft: Tensor, verification: Verification) -> Tensor:
     """s, normalised; (..., V). Where the residual sums to 0 (p = q, and rounding), s = p."""
-    rest = (verification.residual_target.unsqueeze(-1) * target
-            - verification.residual_draft.unsqueeze(-1) * draft).clamp_min(0.0)
+    rest = (
+        verification.residual_target.unsqueeze(-1) * target - verification.residual_draft.unsqueeze(-1) * draft
+    ).clamp_min(0.0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total.clamp_min(1e-45), target)
 

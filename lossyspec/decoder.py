@@ -73,7 +73,9 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigurationError("the tokenizer has no chat template: give prompts as plain strings")
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
     if not ids:
         raise ConfigurationError(f"prompt {prompt!r} has no tokens; it must have at least one")
     return list(ids)
@@ -86,8 +88,14 @@ class Decoder:
     match: how the profile that the settings come from fits this machine (None: settings given by hand).
     """
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel | None = None, settings: Settings | None = None,
-                 sampling: Sampling | None = None, match: Match | None = None) -> None:
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | None = None,
+        settings: Settings | None = None,
+        sampling: Sampling | None = None,
+        match: Match | None = None,
+    ) -> None:
         self.tokenizer = target.tokenizer
         self.settings = settings or Settings(draft_length=4)
         self.sampling = sampling or Sampling()
@@ -106,8 +114,16 @@ class Decoder:
         self.eos_ids = frozenset(int(token) for token in ids if token is not None)
 
     @classmethod
-    def from_profile(cls, profile: str | Path | Profile = "auto", task: str | None = None, target: str = "embedded",
-                     draft: str | None = None, *, allow_mismatch: bool = False, strict: bool = False) -> Decoder:
+    def from_profile(
+        cls,
+        profile: str | Path | Profile = "auto",
+        task: str | None = None,
+        target: str = "embedded",
+        draft: str | None = None,
+        *,
+        allow_mismatch: bool = False,
+        strict: bool = False,
+    ) -> Decoder:
         """A decoder with the settings of a profile: a path, a Profile, or `auto` for the best match for this machine.
 
         `auto` without a match: lossless defaults, said in the log; with `strict` a ProfileMismatch instead. A profile
@@ -126,8 +142,11 @@ class Decoder:
         if isinstance(chosen, Profile):
             hard, soft = compare(chosen, here)
             if hard and not allow_mismatch:
-                raise ProfileMismatch("the profile was tuned for something else: " + "; ".join(hard)
-                                      + ". --allow-mismatch (allow_mismatch=True) loads it all the same")
+                raise ProfileMismatch(
+                    "the profile was tuned for something else: "
+                    + "; ".join(hard)
+                    + ". --allow-mismatch (allow_mismatch=True) loads it all the same"
+                )
             match = Match("forced" if hard else "compatible" if soft else "exact", tuple(hard + soft))
             return cls._tuned(target_model, draft_model, chosen, match)
         best, match = choose(here, task)
@@ -147,20 +166,41 @@ class Decoder:
             logger.warning("profile %s is %s here: %s", profile.id, match.level, "; ".join(match.reasons))
         return cls(target, draft, profile.settings, profile.sampling, match)
 
-    def _job(self, max_new_tokens: int, seed: int | None, stop: Sequence[str], processors: Sequence[Processor],
-             settings: Settings | None, sampling: dict[str, Any]) -> Job:
+    def _job(
+        self,
+        max_new_tokens: int,
+        seed: int | None,
+        stop: Sequence[str],
+        processors: Sequence[Processor],
+        settings: Settings | None,
+        sampling: dict[str, Any],
+    ) -> Job:
         generator = torch.Generator(device=self.target.device)
         if seed is None:
             generator.seed()
         else:
             generator.manual_seed(seed)
         chosen = make_sampling(**{**self.sampling.model_dump(), **sampling})
-        return Job(settings or self.settings, chosen, Stopping(max_new_tokens, self.eos_ids, tuple(stop)),
-                   generator, self.tokenizer, processors)
+        return Job(
+            settings or self.settings,
+            chosen,
+            Stopping(max_new_tokens, self.eos_ids, tuple(stop)),
+            generator,
+            self.tokenizer,
+            processors,
+        )
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int = 256, *, seed: int | None = None,
-                 stop: Sequence[str] = (), processors: Sequence[Processor] = (), settings: Settings | None = None,
-                 **sampling: Any) -> Generation:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 256,
+        *,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        processors: Sequence[Processor] = (),
+        settings: Settings | None = None,
+        **sampling: Any,
+    ) -> Generation:
         """Answers prompts, as one ragged batch. A prompt is a string or a list of messages.
 
         sampling: temperature, top_k, top_p, repetition_penalty; what is not given comes from the profile.
@@ -168,18 +208,31 @@ class Decoder:
         many = _as_list(prompts)
         if not many:
             return Generation([])
-        return self.generate_ids([prompt_ids(self.tokenizer, prompt) for prompt in many], max_new_tokens, seed=seed,
-                                 stop=stop, processors=processors, settings=settings, **sampling)
+        return self.generate_ids(
+            [prompt_ids(self.tokenizer, prompt) for prompt in many],
+            max_new_tokens,
+            seed=seed,
+            stop=stop,
+            processors=processors,
+            settings=settings,
+            **sampling,
+        )
 
-    def generate_ids(self, prompts: list[list[int]], max_new_tokens: int = 256, *, seed: int | None = None,
-                     stop: Sequence[str] = (), processors: Sequence[Processor] = (), settings: Settings | None = None,
-                     **sampling: Any) -> Generation:
+    def generate_ids(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int = 256,
+        *,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        processors: Sequence[Processor] = (),
+        settings: Settings | None = None,
+        **sampling: Any,
+    ) -> Generation:
         """As `generate`, for prompts that are token ids already."""
         job = self._job(max_new_tokens, seed, stop, processors, settings, sampling)
         stats = Stats()
-        rows: list[Row] = []
-        for rows in decode(self.target, self.draft, prompts, job, stats):
-            pass
+        *_, rows = decode(self.target, self.draft, prompts, job, stats)
         return Generation([self._completion(row, job.stopping) for row in rows], stats)
 
     def _completion(self, row: Row, stopping: Stopping) -> Completion:
@@ -187,8 +240,17 @@ class Decoder:
         assert row.finish_reason is not None
         return Completion(text, row.output, len(row.prompt), row.finish_reason)
 
-    def stream(self, prompt: Prompt, max_new_tokens: int = 256, *, seed: int | None = None, stop: Sequence[str] = (),
-               processors: Sequence[Processor] = (), settings: Settings | None = None, **sampling: Any) -> Iterator[Piece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        *,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        processors: Sequence[Processor] = (),
+        settings: Settings | None = None,
+        **sampling: Any,
+    ) -> Iterator[Piece]:
         """Answers one prompt piece by piece; the last piece carries the finish reason and the statistics."""
         job = self._job(max_new_tokens, seed, stop, processors, settings, sampling)
         stats, sent = Stats(), 0
@@ -204,17 +266,20 @@ class Decoder:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a string, or messages) as a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    many = list(prompts)
-    if many and isinstance(many[0], dict):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[arg-type]
+    many: list[Any] = list(prompts)
+    return [many] if many and isinstance(many[0], dict) else many
 
 
 def identify_here(target: LoadedModel, draft: LoadedModel | None) -> Here:
     """This machine and these models, as a profile's match fields name them."""
     ngram = ModelIdentity(kind="ngram", id="ngram")
-    return Here(device_of(detect_hardware()), ModelIdentity(**target.identity),
-                ModelIdentity(**draft.identity) if draft is not None else ngram, tokenizer_sha256(target.tokenizer),
-                {name: version for name, version in versions().items() if name in ("torch", "transformers")})
+    return Here(
+        device_of(detect_hardware()),
+        ModelIdentity(**target.identity),
+        ModelIdentity(**draft.identity) if draft is not None else ngram,
+        tokenizer_sha256(target.tokenizer),
+        {name: version for name, version in versions().items() if name in ("torch", "transformers")},
+    )

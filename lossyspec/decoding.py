@@ -67,7 +67,7 @@ def decode(target: Runner, draft: Draft | None, prompts: list[list[int]], job: J
         proposal, accepted, following = _round(target, draft, rows, job, stats)
         drafted = proposal.tokens.tolist()
         for place, row in enumerate(rows):
-            emitted = [*drafted[place][:accepted[place]], following[place]]
+            emitted = [*drafted[place][: accepted[place]], following[place]]
             new, row.finish_reason = cut(row.output, emitted, job.stopping, job.tokenizer)
             row.output.extend(new)
             stats.count_round(proposal.lengths[place], accepted[place], len(new))
@@ -83,8 +83,9 @@ def decode(target: Runner, draft: Draft | None, prompts: list[list[int]], job: J
         rows = [rows[place] for place in live]
 
 
-def _round(target: Runner, draft: Draft | None, rows: list[Row], job: Job,
-           stats: Stats) -> tuple[Proposal, list[int], list[int]]:
+def _round(
+    target: Runner, draft: Draft | None, rows: list[Row], job: Job, stats: Stats
+) -> tuple[Proposal, list[int], list[int]]:
     """One round of all rows: the proposal, how many of its tokens stay in each row, and the token after them."""
     settings, sampling, began = job.settings, job.sampling, perf_counter()
     prefixes = [row.tokens for row in rows]

@@ -80,7 +80,7 @@ def find_match(tokens: Sequence[int], settings: NgramSettings) -> tuple[int, int
 
 
 def match_confidence(length: int) -> float:
-    """Confidence of a prompt-lookup draft: n / (n + 1) after a match of n tokens. Its q is one-hot, so max q says nothing."""
+    """Confidence of prompt lookup: n / (n + 1) after a match of n tokens. Its q is one-hot, so max q says nothing."""
     return length / (length + 1)
 
 
@@ -172,14 +172,16 @@ class ModelDraft:
 
     @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
-        """Draws from q = the draft's softmax at temperature tau times the request's, under the same filters as the target."""
+        """Draws from q, the draft's softmax at tau times the request's temperature, under the same filters as the target."""
         device, prefixes = self.runner.device, request.prefixes
         greedy, width = request.sampling.temperature == 0, max(request.limits, default=0)
         lengths, live = [0] * len(prefixes), [limit > 0 for limit in request.limits]
         drafted = torch.zeros(len(prefixes), width, dtype=torch.long, device=device)
         back = min(max(map(self._unread, range(len(prefixes)), prefixes)), min(map(len, prefixes)))
-        step, starts = torch.tensor([list(prefix[-back:]) for prefix in prefixes], device=device), \
-            [len(prefix) - back for prefix in prefixes]
+        step, starts = (
+            torch.tensor([list(prefix[-back:]) for prefix in prefixes], device=device),
+            [len(prefix) - back for prefix in prefixes],
+        )
         laws: list[Tensor] = []
         steps = 0
         for column in range(width):
@@ -193,8 +195,8 @@ class ModelDraft:
             drafted[:, column] = q.argmax(-1) if greedy else draw(q, uniforms)
             laws.append(q)
             lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
-            step, starts = drafted[:, column:column + 1], [len(prefix) + column for prefix in prefixes]
+            step, starts = drafted[:, column : column + 1], [len(prefix) + column for prefix in prefixes]
         if steps:
-            self._read = [[*prefix, *new] for prefix, new in zip(prefixes, drafted[:, :steps - 1].tolist(), strict=True)]
+            self._read = [[*prefix, *new] for prefix, new in zip(prefixes, drafted[:, : steps - 1].tolist(), strict=True)]
         q_all = torch.stack(laws, 1) if laws and not greedy else None
-        return Proposal(drafted[:, :len(laws)], lengths, q_all, steps)
+        return Proposal(drafted[:, : len(laws)], lengths, q_all, steps)

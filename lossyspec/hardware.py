@@ -16,19 +16,59 @@ from pydantic import BaseModel, ConfigDict
 
 from .errors import EnvironmentProblem, LossyspecError, nearest
 from .nvml import MIG_ENABLED, GpuInfo, GpuProcess, nvml_session, read_gpus, resolve_visibility
+from .settings import Precision
 
-__all__ = ["MIG_ENABLED", "PRECISIONS", "CpuInfo", "GpuInfo", "GpuProcess", "HardwareInfo", "canonical_cpu_name",
-           "canonical_device_name", "detect_hardware", "device_name", "render_lines", "require_precision",
-           "supported_precisions", "used_gpu"]
+__all__ = [
+    "MIG_ENABLED",
+    "CpuInfo",
+    "GpuInfo",
+    "GpuProcess",
+    "HardwareInfo",
+    "canonical_cpu_name",
+    "canonical_device_name",
+    "detect_hardware",
+    "device_name",
+    "render_lines",
+    "require_precision",
+    "supported_precisions",
+    "used_gpu",
+]
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-_ISA_X86 = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16",
-            "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8")
+_ISA_X86 = (
+    "sse4_2",
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+)
 _ISA_ARM = {"asimd": "neon", "sve": "sve", "bf16": "bf16", "i8mm": "i8mm"}  # cpuinfo's word: ours
-_ISA_NAME = {"amx_bf16": "amxbf16", "avx512_bf16": "avx512bf16", "avx512f": "avx512", "avx2": "avx2", "avx": "avx",
-             "sse4_2": "sse42", "sve": "sve", "neon": "neon"}  # best first
-_ARM_PARTS = {0xD0C: "Neoverse-N1", 0xD40: "Neoverse-V1", 0xD49: "Neoverse-N2", 0xD4F: "Neoverse-V2",
-              0xD85: "Cortex-X925", 0xD87: "Cortex-A725"}
+_ISA_NAME = {
+    "amx_bf16": "amxbf16",
+    "avx512_bf16": "avx512bf16",
+    "avx512f": "avx512",
+    "avx2": "avx2",
+    "avx": "avx",
+    "sse4_2": "sse42",
+    "sve": "sve",
+    "neon": "neon",
+}  # best first
+_ARM_PARTS = {
+    0xD0C: "Neoverse-N1",
+    0xD40: "Neoverse-V1",
+    0xD49: "Neoverse-N2",
+    0xD4F: "Neoverse-V2",
+    0xD85: "Cortex-X925",
+    0xD87: "Cortex-A725",
+}
 # Sold memory in GB by model (NVML reports a little less). "form/": the form when the name gives none. The first size
 # is assumed when neither the name nor NVML says, save after "?": there no size is the usual one.
 _MEMORY_GB = """
@@ -80,9 +120,13 @@ class HardwareInfo(BaseModel):
     fingerprint: dict[str, str | int | float | list[str] | None]
 
 
-def detect_hardware(nvml: Any = None, environ: Mapping[str, str] | None = None, proc_root: str | Path = "/",
-                    torch_memory: Callable[[int], int | None] | None = None,
-                    torch_devices: Sequence[str] | None = None) -> HardwareInfo:
+def detect_hardware(
+    nvml: Any = None,
+    environ: Mapping[str, str] | None = None,
+    proc_root: str | Path = "/",
+    torch_memory: Callable[[int], int | None] | None = None,
+    torch_devices: Sequence[str] | None = None,
+) -> HardwareInfo:
     """Look at this machine. Missing drivers or values become notes, not errors.
 
     nvml: stands in for pynvml. proc_root: folder that holds proc, sys and etc. torch_memory(cuda_index) -> total bytes.
@@ -98,13 +142,21 @@ def detect_hardware(nvml: Any = None, environ: Mapping[str, str] | None = None, 
     gpus = resolve_visibility(gpus, os.environ if environ is None else environ, torch_devices, notes)
     gpus = [_fill_memory(gpu, torch_memory, cpu.memory_bytes, notes) for gpu in gpus]
     release = re.search(r'^PRETTY_NAME="?([^"\n]+)', _read(root / "etc/os-release", notes), re.MULTILINE)
-    info = HardwareInfo(os=release[1] if release else platform.system(), python=platform.python_version(),
-                        kernel=platform.release(), cpu=cpu, gpus=gpus, notes=list(dict.fromkeys(notes)), fingerprint={})
+    info = HardwareInfo(
+        os=release[1] if release else platform.system(),
+        python=platform.python_version(),
+        kernel=platform.release(),
+        cpu=cpu,
+        gpus=gpus,
+        notes=list(dict.fromkeys(notes)),
+        fingerprint={},
+    )
     return info.model_copy(update={"fingerprint": _fingerprint(info)})
 
 
-def _fill_memory(gpu: GpuInfo, torch_memory: Callable[[int], int | None] | None, system_bytes: int | None,
-                 notes: list[str]) -> GpuInfo:
+def _fill_memory(
+    gpu: GpuInfo, torch_memory: Callable[[int], int | None] | None, system_bytes: int | None, notes: list[str]
+) -> GpuInfo:
     if gpu.memory_bytes is not None:
         return gpu
     total, source = None, "torch"
@@ -113,8 +165,10 @@ def _fill_memory(gpu: GpuInfo, torch_memory: Callable[[int], int | None] | None,
     if total is None and gpu.unified:
         total, source = system_bytes, "meminfo"
     if gpu.unified:
-        notes.append(f"{gpu.label}: it shares the CPU's memory, so NVML gives no total; "
-                     + (f"total taken from {source}" if total is not None else "its total is unknown"))
+        notes.append(
+            f"{gpu.label}: it shares the CPU's memory, so NVML gives no total; "
+            + (f"total taken from {source}" if total is not None else "its total is unknown")
+        )
     return gpu.model_copy(update={"memory_bytes": total, "memory_source": source if total is not None else None})
 
 
@@ -177,17 +231,25 @@ def device_name(info: HardwareInfo) -> str:
 
 def _fingerprint(info: HardwareInfo) -> dict[str, Any]:
     gpu, cpu = used_gpu(info), info.cpu
-    return {"device": device_name(info), "cpu": canonical_cpu_name(cpu.model, cpu.isa, cpu.usable_cores),
-            "isa": list(cpu.isa), "usable_cores": cpu.usable_cores, "os": info.os, "kernel": info.kernel,
-            "python": info.python,
-            "device_memory_bytes": gpu.memory_bytes if gpu else cpu.memory_limit_bytes or cpu.memory_bytes,
-            **{name: getattr(gpu, name) if gpu else None
-               for name in ("compute_capability", "mig", "driver", "cuda_driver", "power_limit_w", "sm_clock_max_mhz")}}
+    return {
+        "device": device_name(info),
+        "cpu": canonical_cpu_name(cpu.model, cpu.isa, cpu.usable_cores),
+        "isa": list(cpu.isa),
+        "usable_cores": cpu.usable_cores,
+        "os": info.os,
+        "kernel": info.kernel,
+        "python": info.python,
+        "device_memory_bytes": gpu.memory_bytes if gpu else cpu.memory_limit_bytes or cpu.memory_bytes,
+        **{
+            name: getattr(gpu, name) if gpu else None
+            for name in ("compute_capability", "mig", "driver", "cuda_driver", "power_limit_w", "sm_clock_max_mhz")
+        },
+    }
 
 
-def supported_precisions(info: HardwareInfo) -> dict[str, str | None]:
+def supported_precisions(info: HardwareInfo) -> dict[Precision, str | None]:
     """For "fp32", "bf16" and "fp16": None when the device that would be used runs it, else the reason."""
-    reasons: dict[str, str | None] = dict.fromkeys(PRECISIONS)
+    reasons: dict[Precision, str | None] = {"fp32": None, "bf16": None, "fp16": None}
     gpu = used_gpu(info)
     if gpu is None:
         return reasons
@@ -202,9 +264,8 @@ def require_precision(info: HardwareInfo, precision: str) -> None:
     """Raise EnvironmentProblem when the device cannot run `precision`, LossyspecError when there is no such one."""
     reasons = supported_precisions(info)
     if precision not in reasons:
-        raise LossyspecError(f"precision {precision!r} is not one of {', '.join(reasons)}."
-                             + nearest(precision, reasons))
-    reason = reasons[precision]
+        raise LossyspecError(f"precision {precision!r} is not one of {', '.join(reasons)}." + nearest(precision, reasons))
+    reason = reasons[precision]  # type: ignore[index]
     if reason is not None:
         usable = ", ".join(name for name, why in reasons.items() if why is None)
         raise EnvironmentProblem(f"{precision} cannot be used: {reason}; use one of: {usable}")
@@ -237,10 +298,16 @@ def _read_cpu(root: Path, notes: list[str]) -> CpuInfo:
         notes.append("no MemTotal in /proc/meminfo: the memory size is unknown; mount /proc or use Linux")
     return CpuInfo(
         model=fields.get("model name") or _arm_model(text) or fields.get("Model") or platform.processor() or None,
-        arch=platform.machine(), sockets=sockets, physical_cores=physical, logical_cores=logical,
+        arch=platform.machine(),
+        sockets=sockets,
+        physical_cores=physical,
+        logical_cores=logical,
         isa=[flag for flag in _ISA_X86 if flag in x86] + [ours for word, ours in _ISA_ARM.items() if word in arm],
-        usable_cores=_usable_cores(root, logical, quota, notes), quota_cores=quota,
-        memory_bytes=int(total[1]) * 1024 if total else None, memory_limit_bytes=limit)
+        usable_cores=_usable_cores(root, logical, quota, notes),
+        quota_cores=quota,
+        memory_bytes=int(total[1]) * 1024 if total else None,
+        memory_limit_bytes=limit,
+    )
 
 
 def _arm_model(cpuinfo: str) -> str | None:
@@ -251,11 +318,17 @@ def _arm_model(cpuinfo: str) -> str | None:
 def _topology(root: Path, cpuinfo: str, notes: list[str]) -> tuple[int | None, int | None]:
     """(sockets, physical cores) from sysfs, or from cpuinfo where sysfs is hidden; None when neither says."""
     folders = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology"))
-    pairs = {(_read(folder / "physical_package_id", notes).strip(), _read(folder / "core_id", notes).strip())
-             for folder in folders}
-    pairs = {pair for pair in pairs if all(pair)} or set(zip(
-        re.findall(r"^physical id\s*:\s*(\d+)", cpuinfo, re.MULTILINE),
-        re.findall(r"^core id\s*:\s*(\d+)", cpuinfo, re.MULTILINE), strict=False))
+    pairs = {
+        (_read(folder / "physical_package_id", notes).strip(), _read(folder / "core_id", notes).strip())
+        for folder in folders
+    }
+    pairs = {pair for pair in pairs if all(pair)} or set(
+        zip(
+            re.findall(r"^physical id\s*:\s*(\d+)", cpuinfo, re.MULTILINE),
+            re.findall(r"^core id\s*:\s*(\d+)", cpuinfo, re.MULTILINE),
+            strict=False,
+        )
+    )
     if not pairs:
         notes.append("neither /sys nor /proc/cpuinfo gives the CPU's topology: sockets and cores are unknown")
     return (len({package for package, _ in pairs}), len(pairs)) if pairs else (None, None)
@@ -276,7 +349,8 @@ def _cgroup_limits(root: Path, notes: list[str]) -> tuple[float | None, int | No
     limits: list[int] = []
     for folder in _cgroup_folders(root, "cpu", notes):
         words = _read(folder / "cpu.max", notes).split() or [
-            _read(folder / f"cpu.cfs_{name}_us", notes).strip() for name in ("quota", "period")]
+            _read(folder / f"cpu.cfs_{name}_us", notes).strip() for name in ("quota", "period")
+        ]
         if len(words) == 2 and all(word.isdigit() and int(word) > 0 for word in words):  # not "max", not -1
             quotas.append(int(words[0]) / int(words[1]))
     for folder in _cgroup_folders(root, "memory", notes):
@@ -301,18 +375,26 @@ def _cgroup_folders(root: Path, controller: str, notes: list[str]) -> list[Path]
 def render_lines(info: HardwareInfo) -> list[str]:
     """The machine as aligned "label: value" lines; n/a for what is not known."""
     cpu = info.cpu
-    lines = [("device used", device_name(info)), ("system", f"{info.os}, kernel {info.kernel}, Python {info.python}"),
-             ("CPU", f"{_show(cpu.model)} ({cpu.arch})"), ("instruction sets", " ".join(cpu.isa) or "n/a"),
-             ("cores", f"{cpu.usable_cores} usable, {_show(cpu.physical_cores)} physical, "
-                       f"{_show(cpu.logical_cores)} logical, {_show(cpu.sockets)} sockets"),
-             ("cgroup quota", _show(cpu.quota_cores, "cores")),
-             ("memory", f"{_size(cpu.memory_bytes)} (cgroup limit {_size(cpu.memory_limit_bytes)})")]
+    lines = [
+        ("device used", device_name(info)),
+        ("system", f"{info.os}, kernel {info.kernel}, Python {info.python}"),
+        ("CPU", f"{_show(cpu.model)} ({cpu.arch})"),
+        ("instruction sets", " ".join(cpu.isa) or "n/a"),
+        (
+            "cores",
+            f"{cpu.usable_cores} usable, {_show(cpu.physical_cores)} physical, "
+            f"{_show(cpu.logical_cores)} logical, {_show(cpu.sockets)} sockets",
+        ),
+        ("cgroup quota", _show(cpu.quota_cores, "cores")),
+        ("memory", f"{_size(cpu.memory_bytes)} (cgroup limit {_size(cpu.memory_limit_bytes)})"),
+    ]
     for gpu in info.gpus:
         lines += _gpu_lines(gpu)
     if not info.gpus:
         lines.append(("GPU", "none"))
-    lines += [(f"precision {name}", "yes" if why is None else f"no: {why}")
-              for name, why in supported_precisions(info).items()]
+    lines += [
+        (f"precision {name}", "yes" if why is None else f"no: {why}") for name, why in supported_precisions(info).items()
+    ]
     lines += [("note", note) for note in info.notes]
     width = max(len(label) for label, _ in lines) + 1
     return [f"{label + ':':<{width}} {value}" for label, value in lines]
@@ -321,19 +403,33 @@ def render_lines(info: HardwareInfo) -> list[str]:
 def _gpu_lines(gpu: GpuInfo) -> list[tuple[str, str]]:
     seen = f"CUDA device {_show(gpu.cuda_index)}" if gpu.visible else "not visible to CUDA"
     source = gpu.memory_source or "n/a"
-    others = None if gpu.processes is None else ", ".join(
-        f"pid {process.pid} ({_size(process.used_bytes)})" for process in gpu.processes) or "none"
+    others = (
+        None
+        if gpu.processes is None
+        else ", ".join(f"pid {process.pid} ({_size(process.used_bytes)})" for process in gpu.processes) or "none"
+    )
     reasons = None if gpu.throttle_reasons is None else ", ".join(gpu.throttle_reasons) or "none"
-    return [(gpu.label, f"{gpu.name} ({_show(gpu.raw_name)}), {seen}"),
-            ("  id", f"{_show(gpu.uuid)}, PCI {_show(gpu.pci_bus_id)}, MIG {_show(gpu.mig)}"),
-            ("  memory", f"{_size(gpu.memory_bytes)} (from {source}{', unified' if gpu.unified else ''})"),
-            ("  software", f"compute capability {_show(gpu.compute_capability)}, driver {_show(gpu.driver)}, "
-                           f"CUDA {_show(gpu.cuda_driver)}"),
-            ("  power", f"{_show(gpu.power_draw_w, 'W')} (limit {_show(gpu.power_limit_w, 'W')}, energy counter "
-                        f"{'yes' if gpu.energy_counter else 'no'})"),
-            ("  clocks", f"SM {_show(gpu.sm_clock_mhz, 'MHz')} (max {_show(gpu.sm_clock_max_mhz, 'MHz')}), memory "
-                         f"{_show(gpu.memory_clock_mhz, 'MHz')}, temperature {_show(gpu.temperature_c, 'C')}"),
-            ("  throttling", _show(reasons)), ("  other processes", _show(others))]
+    return [
+        (gpu.label, f"{gpu.name} ({_show(gpu.raw_name)}), {seen}"),
+        ("  id", f"{_show(gpu.uuid)}, PCI {_show(gpu.pci_bus_id)}, MIG {_show(gpu.mig)}"),
+        ("  memory", f"{_size(gpu.memory_bytes)} (from {source}{', unified' if gpu.unified else ''})"),
+        (
+            "  software",
+            f"compute capability {_show(gpu.compute_capability)}, driver {_show(gpu.driver)}, CUDA {_show(gpu.cuda_driver)}",
+        ),
+        (
+            "  power",
+            f"{_show(gpu.power_draw_w, 'W')} (limit {_show(gpu.power_limit_w, 'W')}, energy counter "
+            f"{'yes' if gpu.energy_counter else 'no'})",
+        ),
+        (
+            "  clocks",
+            f"SM {_show(gpu.sm_clock_mhz, 'MHz')} (max {_show(gpu.sm_clock_max_mhz, 'MHz')}), memory "
+            f"{_show(gpu.memory_clock_mhz, 'MHz')}, temperature {_show(gpu.temperature_c, 'C')}",
+        ),
+        ("  throttling", _show(reasons)),
+        ("  other processes", _show(others)),
+    ]
 
 
 def _show(value: str | float | None, unit: str = "") -> str:

@@ -122,5 +122,6 @@ def layer_types(config: Any) -> list[str]:
     if unlike:
         raise ConfigurationError(
             f"{config.model_type}: layers of type {', '.join(unlike)} keep a state that cannot be rolled back after a "
-            f"rejected token; only models whose layers are all full or sliding attention can be used")
+            f"rejected token; only models whose layers are all full or sliding attention can be used"
+        )
     return ["sliding_attention" if kind == "sliding_attention" else "full_attention" for kind in declared]

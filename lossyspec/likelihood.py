@@ -85,8 +85,9 @@ def forward(weights: StepWeights, draft_length: int) -> Recursion:
     return Recursion(log_likelihood, rounds, accepted, starts, drafted)
 
 
-def dense_weights(target: Tensor, draft: Tensor, tokens: Tensor, rule: str, alpha: Tensor, draftable: Tensor,
-                  mask: Tensor) -> StepWeights:
+def dense_weights(
+    target: Tensor, draft: Tensor, tokens: Tensor, rule: str, alpha: Tensor, draftable: Tensor, mask: Tensor
+) -> StepWeights:
     """Weights from full distributions, for any rule.
 
     target: (N, L, V) p at each position of `tokens` (N, L). draft: (N, L, D, V) q at each depth (D = 1: the same at all).
@@ -99,8 +100,14 @@ def dense_weights(target: Tensor, draft: Tensor, tokens: Tensor, rule: str, alph
     gained = kept.sum(-1)
     index = tokens[:, :, None, None].expand(*tokens.shape, depths, 1)
     after = residual(p, draft, verification).gather(-1, index).squeeze(-1)
-    return StepWeights(kept.gather(-1, index).squeeze(-1).numpy(), ((1 - gained) * after).numpy(), gained.numpy(),
-                       draftable.numpy(), target.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).numpy(), mask.numpy())
+    return StepWeights(
+        kept.gather(-1, index).squeeze(-1).numpy(),
+        ((1 - gained) * after).numpy(),
+        gained.numpy(),
+        draftable.numpy(),
+        target.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).numpy(),
+        mask.numpy(),
+    )
 
 
 def bootstrap_ratio(log_ratio: Floats, tokens: Floats, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:

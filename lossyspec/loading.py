@@ -98,8 +98,9 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
     logger.info("converting %s once; it is kept in %s", source.name, folder)
     place, name = str(source.parent), source.name
-    model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32,
-                                                 quantization_config=GgufConfig(dequantize=True))
+    model = AutoModelForCausalLM.from_pretrained(
+        place, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
     tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
     folder.mkdir(parents=True, exist_ok=True)
     shared: set[int] = set()
@@ -121,8 +122,11 @@ def _stored(folder: Path, source_sha256: str) -> bool:
     """Whether the folder holds a finished, undamaged conversion of that source."""
     try:
         note = json.loads((folder / "conversion.json").read_text())
-        return bool(note["format"] == _CACHE_FORMAT and note["source_sha256"] == source_sha256
-                    and note["weights_sha256"] == file_sha256(folder / "model.safetensors"))
+        return bool(
+            note["format"] == _CACHE_FORMAT
+            and note["source_sha256"] == source_sha256
+            and note["weights_sha256"] == file_sha256(folder / "model.safetensors")
+        )
     except (OSError, ValueError, KeyError):
         return False
 
@@ -143,8 +147,11 @@ def gguf_folder(source: Path) -> Path:
                     _convert_gguf(source, folder)
             except (ValueError, ImportError, OSError, KeyError, RuntimeError) as problem:
                 raise ConfigurationError(f"{source}: transformers cannot read this GGUF file: {problem}") from problem
-            note = {"format": _CACHE_FORMAT, "source_sha256": source_sha256,
-                    "weights_sha256": file_sha256(folder / "model.safetensors")}
+            note = {
+                "format": _CACHE_FORMAT,
+                "source_sha256": source_sha256,
+                "weights_sha256": file_sha256(folder / "model.safetensors"),
+            }
             write_text(folder / "conversion.json", json.dumps(note, indent=2))
     return folder
 
@@ -162,8 +169,10 @@ def resolve(name: str) -> str:
     if path.is_dir():
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ConfigurationError(f"model {name!r}: no such folder, and not a hub id; "
-                                 f"allowed: a hub id, a folder, a .gguf file, 'embedded'.{nearest(name, ['embedded'])}")
+        raise ConfigurationError(
+            f"model {name!r}: no such folder, and not a hub id; "
+            f"allowed: a hub id, a folder, a .gguf file, 'embedded'.{nearest(name, ['embedded'])}"
+        )
     return name
 
 
@@ -182,8 +191,12 @@ def _identity(name: str, place: str, model: Any) -> dict[str, Any]:
     config = model.config.to_dict()
     for volatile in ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "_attn_implementation"):
         config.pop(volatile, None)
-    return {"id": name, "revision": getattr(model.config, "_commit_hash", None),
-            "config_sha256": text_sha256(json.dumps(config, sort_keys=True, default=str)), "weights_sha256": weights}
+    return {
+        "id": name,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "config_sha256": text_sha256(json.dumps(config, sort_keys=True, default=str)),
+        "weights_sha256": weights,
+    }
 
 
 def load(name: str, precision: Precision = "fp32", device: str | None = None, role: str = "target") -> LoadedModel:
@@ -228,6 +241,7 @@ def shared_vocab_size(target: Any, draft: Any, target_tokenizer: Any, draft_toke
         example = unlike[0] if unlike else next(token for token in theirs if token not in ours)
         raise ConfigurationError(
             f"target and draft have different tokenizers (for instance {example!r} is id {ours.get(example)} and "
-            f"{theirs.get(example)}); a draft needs the target's tokenizer")
+            f"{theirs.get(example)}); a draft needs the target's tokenizer"
+        )
     sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
     return min(max(ours.values()) + 1, *sizes)

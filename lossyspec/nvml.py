@@ -15,14 +15,24 @@ from pydantic import BaseModel, ConfigDict
 MIG_ENABLED = "enabled"  # `mig` of a whole GPU that is split into slices: CUDA cannot use it as such
 _CLOCK_SM, _CLOCK_MEMORY, _SENSOR_GPU = 1, 2, 0  # NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU
 _ABSENT = (2**32 - 1, 2**64 - 1)  # NVML_VALUE_NOT_AVAILABLE as uint and as ulonglong
-_THROTTLE = ("gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost",
-             "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting",
-             "board_limit", "reliability")  # bit 0 first, as nvmlClocksThrottleReason* number them
+_THROTTLE = (
+    "gpu_idle",
+    "applications_clocks_setting",
+    "sw_power_cap",
+    "hw_slowdown",
+    "sync_boost",
+    "sw_thermal_slowdown",
+    "hw_thermal_slowdown",
+    "hw_power_brake_slowdown",
+    "display_clock_setting",
+    "board_limit",
+    "reliability",
+)  # bit 0 first, as nvmlClocksThrottleReason* number them
 _INIT_FIX = {
     "LibraryNotFound": "no NVIDIA driver library (libnvidia-ml.so.1): only the CPU is used; to use a GPU install the "
-                       "NVIDIA driver, or start the container with --gpus all",
+    "NVIDIA driver, or start the container with --gpus all",
     "DriverNotLoaded": "the NVIDIA driver is not loaded: only the CPU is used; run 'nvidia-smi', then "
-                       "'modprobe nvidia' or reboot",
+    "'modprobe nvidia' or reboot",
     "LibRmVersionMismatch": "the NVIDIA driver and its library differ in version: only the CPU is used; reboot",
     "NoPermission": "no permission to use NVML: only the CPU is used; give this user access to /dev/nvidia*",
 }
@@ -210,33 +220,47 @@ def read_gpus(nvml: Any, notes: list[str], name_of: Callable[[str, int | None], 
     return gpus
 
 
-def _read_gpu(reader: _Reader, index: int, handle: Any, system: dict[str, Any],
-              name_of: Callable[[str, int | None], str]) -> GpuInfo:
+def _read_gpu(
+    reader: _Reader, index: int, handle: Any, system: dict[str, Any], name_of: Callable[[str, int | None], str]
+) -> GpuInfo:
     who = f"GPU {index}"
     raw = reader.text(who, "raw_name", ("nvmlDeviceGetName",), handle)
     memory, unified = _memory(reader, who, handle)
     pci = reader.read(who, "pci_bus_id", ("nvmlDeviceGetPciInfo",), handle)
     capability = reader.read(who, "compute_capability", ("nvmlDeviceGetCudaComputeCapability",), handle)
     mode = reader.read(who, "mig", ("nvmlDeviceGetMigMode",), handle, expected=("NotSupported", "FunctionNotFound"))
-    power = {"power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementLimit"),
-             "power_draw_w": ("nvmlDeviceGetPowerUsage",)}
-    clocks = {"sm_clock_mhz": ("nvmlDeviceGetClockInfo", _CLOCK_SM),
-              "sm_clock_max_mhz": ("nvmlDeviceGetMaxClockInfo", _CLOCK_SM),
-              "memory_clock_mhz": ("nvmlDeviceGetClockInfo", _CLOCK_MEMORY)}
+    power = {
+        "power_limit_w": ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementLimit"),
+        "power_draw_w": ("nvmlDeviceGetPowerUsage",),
+    }
+    clocks = {
+        "sm_clock_mhz": ("nvmlDeviceGetClockInfo", _CLOCK_SM),
+        "sm_clock_max_mhz": ("nvmlDeviceGetMaxClockInfo", _CLOCK_SM),
+        "memory_clock_mhz": ("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
+    }
     fields: dict[str, Any] = {}
     fields |= {name: reader.number(who, name, calls, handle, scale=1000) for name, calls in power.items()}
     fields |= {name: reader.whole(who, name, (call,), handle, kind) for name, (call, kind) in clocks.items()}
     return GpuInfo(
-        index=index, raw_name=raw, name=name_of(raw or "unknown", memory),
+        index=index,
+        raw_name=raw,
+        name=name_of(raw or "unknown", memory),
         uuid=reader.text(who, "uuid", ("nvmlDeviceGetUUID",), handle),
         pci_bus_id=None if pci is None else _text(pci.busId),
-        memory_bytes=memory, memory_source=None if memory is None else "nvml", unified=unified,
+        memory_bytes=memory,
+        memory_source=None if memory is None else "nvml",
+        unified=unified,
         compute_capability=None if capability is None else "{}.{}".format(*capability),
-        temperature_c=reader.read(who, "temperature_c", ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"),
-                                  handle, _SENSOR_GPU),
-        throttle_reasons=_throttle_reasons(reader, who, handle), processes=_processes(reader, who, handle),
+        temperature_c=reader.read(
+            who, "temperature_c", ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"), handle, _SENSOR_GPU
+        ),
+        throttle_reasons=_throttle_reasons(reader, who, handle),
+        processes=_processes(reader, who, handle),
         energy_counter=reader.read(who, "energy_counter", ("nvmlDeviceGetTotalEnergyConsumption",), handle) is not None,
-        mig=MIG_ENABLED if mode is not None and mode[0] == 1 else None, **fields, **system)
+        mig=MIG_ENABLED if mode is not None and mode[0] == 1 else None,
+        **fields,
+        **system,
+    )
 
 
 def _memory(reader: _Reader, who: str, handle: Any) -> tuple[int | None, bool]:
@@ -263,28 +287,41 @@ def _processes(reader: _Reader, who: str, handle: Any) -> list[GpuProcess] | Non
     found = reader.read(who, "processes", names, handle)
     if found is None:
         return None
-    return [GpuProcess(pid=p.pid, used_bytes=None if p.usedGpuMemory in (None, *_ABSENT) else p.usedGpuMemory)
-            for p in found if p.pid != os.getpid()]
+    return [
+        GpuProcess(pid=p.pid, used_bytes=None if p.usedGpuMemory in (None, *_ABSENT) else p.usedGpuMemory)
+        for p in found
+        if p.pid != os.getpid()
+    ]
 
 
-def _read_slices(reader: _Reader, gpu: GpuInfo, parent: Any, notes: list[str],
-                 name_of: Callable[[str, int | None], str]) -> list[GpuInfo]:
+def _read_slices(
+    reader: _Reader, gpu: GpuInfo, parent: Any, notes: list[str], name_of: Callable[[str, int | None], str]
+) -> list[GpuInfo]:
     slices: list[GpuInfo] = []
     if gpu.mig != MIG_ENABLED:
         return slices
     for number in range(reader.read(gpu.label, "MIG slices", ("nvmlDeviceGetMaxMigDeviceCount",), parent) or 0):
-        handle = reader.read(gpu.label, "MIG slices", ("nvmlDeviceGetMigDeviceHandleByIndex",), parent, number,
-                             expected=("NotFound", "InvalidArgument"))  # an empty place
+        handle = reader.read(
+            gpu.label,
+            "MIG slices",
+            ("nvmlDeviceGetMigDeviceHandleByIndex",),
+            parent,
+            number,
+            expected=("NotFound", "InvalidArgument"),
+        )  # an empty place
         if handle is not None:
             slices.append(_read_slice(reader, gpu, handle, number, name_of))
     if not slices:
-        notes.append(f"{gpu.label}: MIG is enabled without a slice, so CUDA cannot use it; create one with "
-                     "'nvidia-smi mig -cgi <profile> -C' or disable it with 'nvidia-smi -mig 0'")
+        notes.append(
+            f"{gpu.label}: MIG is enabled without a slice, so CUDA cannot use it; create one with "
+            "'nvidia-smi mig -cgi <profile> -C' or disable it with 'nvidia-smi -mig 0'"
+        )
     return slices
 
 
-def _read_slice(reader: _Reader, gpu: GpuInfo, handle: Any, number: int,
-                name_of: Callable[[str, int | None], str]) -> GpuInfo:
+def _read_slice(
+    reader: _Reader, gpu: GpuInfo, handle: Any, number: int, name_of: Callable[[str, int | None], str]
+) -> GpuInfo:
     who = f"{gpu.label} MIG slice {number}"
     raw = reader.text(who, "raw_name", ("nvmlDeviceGetName",), handle)
     parts = reader.read(who, "attributes", ("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes"), handle)
@@ -295,12 +332,21 @@ def _read_slice(reader: _Reader, gpu: GpuInfo, handle: Any, number: int,
     profile = named.group(1) if named else _profile(parts, gpu.memory_bytes)
     if profile is None:
         reader.fail(who, "mig", "neither its name nor its attributes give the profile")
-    return gpu.model_copy(update={
-        "uuid": reader.text(who, "uuid", ("nvmlDeviceGetUUID",), handle), "raw_name": raw,
-        "name": name_of(f"{gpu.raw_name or 'unknown'} MIG {profile or 'unknown'}", gpu.memory_bytes),
-        "memory_bytes": memory, "memory_source": None if memory is None else "nvml", "unified": False,
-        "mig": profile or "unknown", "mig_parent_uuid": gpu.uuid, "power_draw_w": None, "energy_counter": False,
-        "processes": _processes(reader, who, handle)})
+    return gpu.model_copy(
+        update={
+            "uuid": reader.text(who, "uuid", ("nvmlDeviceGetUUID",), handle),
+            "raw_name": raw,
+            "name": name_of(f"{gpu.raw_name or 'unknown'} MIG {profile or 'unknown'}", gpu.memory_bytes),
+            "memory_bytes": memory,
+            "memory_source": None if memory is None else "nvml",
+            "unified": False,
+            "mig": profile or "unknown",
+            "mig_parent_uuid": gpu.uuid,
+            "power_draw_w": None,
+            "energy_counter": False,
+            "processes": _processes(reader, who, handle),
+        }
+    )
 
 
 def _profile(parts: Any, gpu_memory_bytes: int | None) -> str | None:
@@ -315,15 +361,17 @@ def _profile(parts: Any, gpu_memory_bytes: int | None) -> str | None:
     return (f"{part}c." if 0 < part < whole else "") + f"{whole}g.{size_gb}gb"
 
 
-def resolve_visibility(gpus: list[GpuInfo], environ: Mapping[str, str], torch_devices: Sequence[str] | None,
-                       notes: list[str]) -> list[GpuInfo]:
+def resolve_visibility(
+    gpus: list[GpuInfo], environ: Mapping[str, str], torch_devices: Sequence[str] | None, notes: list[str]
+) -> list[GpuInfo]:
     """`gpus` with `visible` and `cuda_index` set.
 
     torch_devices: UUID or PCI bus id of each device as torch enumerates them under this environment; it decides when
     given. Without it the environment is read as CUDA does: the first invalid entry ends the list.
     """
-    targets = {at: target for at, gpu in enumerate(gpus) if not gpu.is_slice
-               if (target := _cuda_target(gpus, at)) is not None}
+    targets = {
+        at: target for at, gpu in enumerate(gpus) if not gpu.is_slice if (target := _cuda_target(gpus, at)) is not None
+    }
     value, certain = environ.get("CUDA_VISIBLE_DEVICES"), True
     if torch_devices is not None:
         chosen = _from_torch(gpus, torch_devices, targets, notes)
@@ -338,14 +386,20 @@ def resolve_visibility(gpus: list[GpuInfo], environ: Mapping[str, str], torch_de
         certain = by_uuid or not unlike or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not chosen
         chosen = _one_slice(gpus, chosen, notes)
     if not certain:
-        notes.append("the GPUs differ, so CUDA's numbers need not follow the PCI order assumed here; set "
-                     "CUDA_DEVICE_ORDER=PCI_BUS_ID or name the GPU by UUID in CUDA_VISIBLE_DEVICES")
+        notes.append(
+            "the GPUs differ, so CUDA's numbers need not follow the PCI order assumed here; set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID or name the GPU by UUID in CUDA_VISIBLE_DEVICES"
+        )
     if targets and not chosen:
-        notes.append(f"no GPU is visible to CUDA (CUDA_VISIBLE_DEVICES={value!r}): only the CPU is used; "
-                     "unset it or give a number or UUID from 'nvidia-smi -L'")
+        notes.append(
+            f"no GPU is visible to CUDA (CUDA_VISIBLE_DEVICES={value!r}): only the CPU is used; "
+            "unset it or give a number or UUID from 'nvidia-smi -L'"
+        )
     place = {at: number for number, at in enumerate(chosen)}
-    return [gpu.model_copy(update={"visible": at in place, "cuda_index": place.get(at) if certain else None})
-            for at, gpu in enumerate(gpus)]
+    return [
+        gpu.model_copy(update={"visible": at in place, "cuda_index": place.get(at) if certain else None})
+        for at, gpu in enumerate(gpus)
+    ]
 
 
 def _pci_order(gpus: list[GpuInfo], targets: Mapping[int, int]) -> list[int]:
@@ -367,8 +421,10 @@ def _from_entries(value: str, pick: Callable[[str], int | None], notes: list[str
         at = pick(entry.strip())
         if at is None:
             if entry.strip() not in ("", "-1"):
-                notes.append(f"CUDA_VISIBLE_DEVICES: {entry.strip()!r} matches no GPU or several; CUDA ignores it and "
-                             "what follows; use a number or UUID from 'nvidia-smi -L'")
+                notes.append(
+                    f"CUDA_VISIBLE_DEVICES: {entry.strip()!r} matches no GPU or several; CUDA ignores it and "
+                    "what follows; use a number or UUID from 'nvidia-smi -L'"
+                )
             return chosen
         if at in chosen:
             notes.append("CUDA_VISIBLE_DEVICES: a GPU is named twice, so CUDA shows none; name each once")
@@ -396,18 +452,26 @@ def _one_slice(gpus: list[GpuInfo], chosen: list[int], notes: list[str]) -> list
     first = next((at for at in chosen if gpus[at].is_slice), None)
     if first is None or len(chosen) == 1:
         return chosen
-    notes.append(f"CUDA uses a single MIG slice ({gpus[first].label}) and then no other GPU; choose one with "
-                 "CUDA_VISIBLE_DEVICES=MIG-<uuid>")
+    notes.append(
+        f"CUDA uses a single MIG slice ({gpus[first].label}) and then no other GPU; choose one with "
+        "CUDA_VISIBLE_DEVICES=MIG-<uuid>"
+    )
     return [first]
 
 
-def _from_torch(gpus: list[GpuInfo], devices: Sequence[str], targets: Mapping[int, int],
-                notes: list[str]) -> list[int]:
+def _from_torch(gpus: list[GpuInfo], devices: Sequence[str], targets: Mapping[int, int], notes: list[str]) -> list[int]:
     chosen: list[int] = []
     for device in devices:
         key, address = re.sub(r"^(gpu|mig)-", "", device.lower()), _pci(device)
-        at = next((at for at, gpu in enumerate(gpus) if key == re.sub(r"^(gpu|mig)-", "", (gpu.uuid or "").lower())
-                   or (address is not None and address == _pci(gpu.pci_bus_id or ""))), None)
+        at = next(
+            (
+                at
+                for at, gpu in enumerate(gpus)
+                if key == re.sub(r"^(gpu|mig)-", "", (gpu.uuid or "").lower())
+                or (address is not None and address == _pci(gpu.pci_bus_id or ""))
+            ),
+            None,
+        )
         if at is None:
             notes.append(f"torch lists a GPU that NVML does not: {device}; check that both see the same container")
             at = -1 - len(chosen)  # keeps the numbers of those that follow

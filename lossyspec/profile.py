@@ -127,8 +127,14 @@ def device_of(info: HardwareInfo) -> Device:
     gpu = used_gpu(info)
     if gpu is None:
         return Device(kind="cpu", name=device_name(info), memory_bytes=info.cpu.memory_bytes)
-    return Device(kind="cuda", name=gpu.name, compute_capability=gpu.compute_capability, memory_bytes=gpu.memory_bytes,
-                  mig=gpu.mig, count=1)
+    return Device(
+        kind="cuda",
+        name=gpu.name,
+        compute_capability=gpu.compute_capability,
+        memory_bytes=gpu.memory_bytes,
+        mig=gpu.mig,
+        count=1,
+    )
 
 
 def compare(profile: Profile, here: Here) -> tuple[list[str], list[str]]:
@@ -160,9 +166,11 @@ def read_profile(path: Path) -> Profile:
     """Reads and validates a profile. Raises ConfigurationError naming the file, the field and what is allowed."""
     profile = read_record(path, Profile)
     if profile.id is not None and profile.id != profile.content_id():
-        raise ConfigurationError(f"{path}: its content was changed after it was written (its id says "
-                                 f"{profile.id[:19]}.., the content is {profile.content_id()[:19]}..); restore the file, or remove "
-                                 f"the key 'id' to use it as a profile written by hand")
+        raise ConfigurationError(
+            f"{path}: its content was changed after it was written (its id says "
+            f"{profile.id[:19]}.., the content is {profile.content_id()[:19]}..); restore the file, or remove "
+            f"the key 'id' to use it as a profile written by hand"
+        )
     return profile
 
 

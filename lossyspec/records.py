@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from .errors import ConfigurationError
 from .settings import Model, Sampling, Settings, validation_message
 
+Corpus = Literal["target_samples", "references", "greedy_text"]
 RecordT = TypeVar("RecordT", bound=Model)
 
 
@@ -38,7 +39,7 @@ class Quality(Model):
     perplexity_ratio: Estimate
     tokens: int
     texts: int
-    corpus: Literal["target_samples", "references", "greedy_text"]
+    corpus: Corpus
     tv: float | None
     kl_forward: float | None
     kl_reverse: float | None
@@ -176,16 +177,21 @@ class RunManifest(Model):
 
 
 def write_text(path: Path, text: str) -> None:
+    """Writes a text in UTF-8, as `write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Writes through a temporary file, fsync and rename, so that a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -39,7 +39,7 @@ class Runner:
         self.cache = RowCache(len(self.layer_types), capacity)
         longest = max(len(prompt) for prompt in prompts) - 1
         for first in range(0, longest, PREFILL_CHUNK):
-            piece = [prompt[:-1][first:first + PREFILL_CHUNK] for prompt in prompts]
+            piece = [prompt[:-1][first : first + PREFILL_CHUNK] for prompt in prompts]
             width = max(len(part) for part in piece)
             padded = [part + [prompt[0]] * (width - len(part)) for part, prompt in zip(piece, prompts, strict=True)]
             self._run(self.model.base_model, torch.tensor(padded, device=self.device), [first] * len(prompts))
@@ -52,13 +52,15 @@ class Runner:
         naming the model and the position when a logit is NaN or +inf.
         """
         output = self._run(self.model, tokens, starts).logits
-        logits: Tensor = output[:, -tokens.shape[1]:, : self.vocab_size].float()
+        logits: Tensor = output[:, -tokens.shape[1] :, : self.vocab_size].float()
         worst = logits.amax(-1)  # NaN spreads through amax
         if not bool(torch.isfinite(worst).all()):
             row, column = (~torch.isfinite(worst)).nonzero()[0].tolist()
-            raise NumericalError(f"the {self.name} model {self.model.name_or_path or type(self.model).__name__} returned "
-                                 f"{float(worst[row, column])} as a logit at position {starts[row] + column} of row {row}; "
-                                 f"try a precision with a wider range (bf16 or fp32)")
+            raise NumericalError(
+                f"the {self.name} model {self.model.name_or_path or type(self.model).__name__} returned "
+                f"{float(worst[row, column])} as a logit at position {starts[row] + column} of row {row}; "
+                f"try a precision with a wider range (bf16 or fp32)"
+            )
         return logits
 
     def select(self, rows: list[int]) -> None:
@@ -68,8 +70,10 @@ class Runner:
     def check_room(self, longest: int) -> None:
         """Raises ConfigurationError when `longest` tokens do not fit the model's positions."""
         if self.position_limit is not None and longest > self.position_limit:
-            raise ConfigurationError(f"prompt and new tokens need {longest} positions; the {self.name} model "
-                                     f"has {self.position_limit}: shorten the prompt or lower max_new_tokens")
+            raise ConfigurationError(
+                f"prompt and new tokens need {longest} positions; the {self.name} model "
+                f"has {self.position_limit}: shorten the prompt or lower max_new_tokens"
+            )
 
     def _run(self, module: Any, tokens: Tensor, starts: list[int]) -> Any:
         count = tokens.shape[1]
@@ -129,7 +133,9 @@ def check_rollback(model: Any, name: str) -> None:
             if not error <= tolerance:
                 raise ConfigurationError(
                     f"the {name} model ({model.config.model_type}) gives other logits after a rollback than without a cache "
-                    f"(off by {error:.2g} standard deviations): its state cannot be rolled back, so it cannot be used")
+                    f"(off by {error:.2g} standard deviations): its state cannot be rolled back, so it cannot be used"
+                )
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as problem:
-        raise ConfigurationError(f"the {name} model ({model.config.model_type}) cannot run on a cache with rows of unequal "
-                                 f"length: {problem}") from problem
+        raise ConfigurationError(
+            f"the {name} model ({model.config.model_type}) cannot run on a cache with rows of unequal length: {problem}"
+        ) from problem

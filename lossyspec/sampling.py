@@ -17,8 +17,13 @@ from .settings import Sampling
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
-def penalise(logits: Tensor, prefixes: Sequence[Sequence[int]], drafted: Tensor, sampling: Sampling,
-             processors: Sequence[Processor] = ()) -> Tensor:
+def penalise(
+    logits: Tensor,
+    prefixes: Sequence[Sequence[int]],
+    drafted: Tensor,
+    sampling: Sampling,
+    processors: Sequence[Processor] = (),
+) -> Tensor:
     """Applies the repetition penalty and `processors` to logits (batch, n, V).
 
     Column j of row i sees the prefix of the row and its first j drafted tokens, as plain decoding would there;

@@ -26,8 +26,9 @@ def _chances(p: Tensor, proposal: Proposal, rule: str, alpha: Tensor) -> tuple[T
     return verification.accept.gather(-1, tokens).squeeze(-1), residual(p, proposal.q, verification)
 
 
-def judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uniforms: Tensor,
-          greedy: bool) -> tuple[list[int], list[int]]:
+def judge(
+    p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uniforms: Tensor, greedy: bool
+) -> tuple[list[int], list[int]]:
     """Accepted counts and next tokens of each row.
 
     p: (batch, width + 1, V) of the target. alpha: (batch, width). uniforms: (batch, width + 1), each its own number;

@@ -50,9 +50,7 @@ def report_data(run: Run) -> dict[str, Any]:
         "max_quality_loss_share": run.loss_limit,
         "points": points,
         "transformers_tokens_per_s": run.front.transformers_tokens_per_s if run.front else None,
-        "transformers_ratio": dump(run.front.transformers_ratio)
-        if run.front and run.front.transformers_ratio
-        else None,
+        "transformers_ratio": dump(run.front.transformers_ratio) if run.front and run.front.transformers_ratio else None,
         "counts": {"complete": counts.complete, "failed": counts.failed, "infeasible": counts.infeasible},
         "failures": [{"reason": reason, "trials": count} for reason, count in run.reasons("failed")],
         "machine": manifest.hardware,

@@ -199,8 +199,7 @@ def footnote(info: ParetoInfo, limits: View) -> str:
 def point_labels(points: Sequence[FrontPoint]) -> list[str]:
     """A few words a point: the kind, or the rule with its alpha; more only for those that are not told apart by it."""
     labels = [
-        f"{point.settings.rule} α {point.settings.alpha:.2f}" if point.kind == "lossy" else point.kind
-        for point in points
+        f"{point.settings.rule} α {point.settings.alpha:.2f}" if point.kind == "lossy" else point.kind for point in points
     ]
     details = (
         [f"{point.settings.draft_length_for(point.batch_size)} drafted" for point in points],

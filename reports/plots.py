@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lossyspec.records import write_text
+from lossyspec.records import write_bytes, write_text
 
 from .pareto import ConfirmedPoint, ParetoInfo, SearchedPoint, View, footnote, view
 
@@ -74,25 +72,9 @@ def save_pareto(info: ParetoInfo, folder: Path) -> list[Path]:
     with _style():
         figure.savefig(stream, format="png", dpi=PNG_DPI, facecolor=PAPER)
     png, svg = folder / "pareto.png", folder / "pareto.svg"
-    _write_bytes(png, stream.getvalue())
+    write_bytes(png, stream.getvalue())
     write_text(svg, figure_svg(figure))
     return [png, svg]
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    """`lossyspec.records.write_text` for bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
@@ -217,7 +199,7 @@ def _place_labels(figure: Figure, axes: Axes, info: ParetoInfo) -> None:
     """Writes each point's label where it covers no marker, bar or other label; a lossy one without room is left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
+    renderer = FigureCanvasAgg(figure).get_renderer()
     taken = [box for point in info.drawn for box in _boxes(axes, point)]
     avoided = _avoided(axes, info)
 

@@ -105,9 +105,7 @@ def measurement(speedup: float, interval: tuple[float, float] | None = None, **v
     )
 
 
-def trial(
-    number: int, state: str = "complete", speedup: float = 1.5, ratio: float = 1.03, **values: Any
-) -> TrialRecord:
+def trial(number: int, state: str = "complete", speedup: float = 1.5, ratio: float = 1.03, **values: Any) -> TrialRecord:
     known: dict[str, Any] = {"kind": "lossy", "settings": Settings(alpha=0.5), "batch_size": 1, "params": {}}
     known |= {"predicted": prediction(speedup), "quality": quality(ratio), "duration_s": 0.4}
     return TrialRecord(number=number, state=state, **(known | values))
@@ -388,9 +386,7 @@ def test_a_limit_far_from_every_point_does_not_squash_them(tmp_path: Path) -> No
     limits = view(info)
     assert limits.x[1] < 10.0
     assert "the limit of +200 %" in footnote(info, limits)
-    only_plain = info_of(
-        tmp_path, [], front(point(0, "plain", 1.0, 1.0, measured=measurement(1.0)), max_quality_loss=0.0)
-    )
+    only_plain = info_of(tmp_path, [], front(point(0, "plain", 1.0, 1.0, measured=measurement(1.0)), max_quality_loss=0.0))
     low, high = view(only_plain).x
     assert low < 0.0 < high
 
@@ -447,9 +443,7 @@ def test_many_searched_points_do_not_swell_the_svg(tmp_path: Path) -> None:
 
 
 def test_rows_have_units_in_their_names_and_none_for_absent(tmp_path: Path) -> None:
-    stored = front(
-        point(0, "plain", 1.0, 1.0), point(5, "lossy", 1.9, 1.03, measured=None, quality=quality(1.03, tv=None))
-    )
+    stored = front(point(0, "plain", 1.0, 1.0), point(5, "lossy", 1.9, 1.03, measured=None, quality=quality(1.03, tv=None)))
     plain, lossy = front_rows(load_run(write_run(tmp_path, [], stored)))
     assert plain["speedup_ratio"] == 1.0 and plain["itl_ms_p95"] == 14.0
     assert (plain["rule"], plain["alpha"], plain["tau"], plain["draft_precision"]) == (None, None, None, None)

@@ -88,10 +88,11 @@ class _Interrupts:
 def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--temperature and its companions; None: the task's or the profile's own."""
     for option in (
-            click.option("--repetition-penalty", type=float, default=None, help="1 is off. [default: off]"),
-            click.option("--top-p", type=float, default=None, help="Nucleus sampling. [default: off]"),
-            click.option("--top-k", type=int, default=None, help="Only the k likeliest tokens. [default: off]"),
-            click.option("--temperature", type=float, default=None, help="0 is greedy. [default: the task's or profile's own]")):
+        click.option("--repetition-penalty", type=float, default=None, help="1 is off. [default: off]"),
+        click.option("--top-p", type=float, default=None, help="Nucleus sampling. [default: off]"),
+        click.option("--top-k", type=int, default=None, help="Only the k likeliest tokens. [default: off]"),
+        click.option("--temperature", type=float, default=None, help="0 is greedy. [default: the task's or profile's own]"),
+    ):
         command = option(command)
     return command
 
@@ -101,14 +102,18 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 @app.command()
-@click.option("--task", default="dialogue", help="dialogue, multiturn, code, summarization, longdoc; math and legal are lossless only.")
+@click.option(
+    "--task", default="dialogue", help="dialogue, multiturn, code, summarization, longdoc; math and legal are lossless only."
+)
 @click.option("--target", default="embedded", help="Hub id, folder, .gguf file, or 'embedded' (SmolLM2-135M-Instruct).")
 @click.option("--draft", default="ngram", help="'ngram' (prompt lookup), or a model as --target takes.")
-@click.option("--prompts", type=click.Path(path_type=Path), default=None, help="JSONL with messages or prompt, and maybe reference.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), default=None, help="JSONL with messages or prompt, and maybe reference."
+)
 @click.option("--dataset", default=None, help="A data set: cnn_dailymail, a hub id, or a local file or folder.")
 @click.option("--max-quality-loss", default="5%", help="Most perplexity over the target's own.")
 @click.option("--budget", default="5m", help="Wall-clock time of the whole search: 90s, 5m, 1h.")
-@click.option("--trials", type=int, default=400, help="Most configurations to replay.")
+@click.option("--trials", type=int, default=600, help="Most configurations to replay.")
 @click.option("--batch", default="1,4", help="Batch sizes to tune for.")
 @click.option("--precision", default="auto", help="auto, or a list of fp32, bf16, fp16.")
 @click.option("--rules", default="auto", help=f"auto (optimal, mixture, priced), or a list of {', '.join(RULES)}.")
@@ -117,7 +122,9 @@ def _given(**values: Any) -> dict[str, Any]:
 @click.option("--texts", type=int, default=16, help="Prompts of each half of the workload.")
 @_sampling_options
 @click.option("--seed", type=int, default=0, help="Seed of the sampler, the texts and the live runs.")
-@click.option("--storage", default=None, help="Optuna storage URL, to keep or share the study. [default: rebuilt from the run folder]")
+@click.option(
+    "--storage", default=None, help="Optuna storage URL, to keep or share the study. [default: rebuilt from the run folder]"
+)
 @click.option("--resume", is_flag=True, help="Go on with the newest unfinished run of the task, or with the one in --out.")
 @click.option("--force", is_flag=True, help="Relax a task that is known as unsuitable (math, legal).")
 @click.option("--strict", is_flag=True, help="Refuse to measure while another process uses the device.")
@@ -143,14 +150,37 @@ def search(*, resume: bool, dry_run: bool, out: Path | None, as_json: bool, **op
         return
     _show_run(result.folder)
     click.echo(f"\n{result.front.verdict}")
-    click.echo(f"run folder  {result.folder}\nreport      {result.folder / 'report' / 'index.html'}\n"
-               f"picture     {result.folder / 'report' / 'pareto.png'}\nprofile     {result.folder / 'profile.json'}")
+    click.echo(
+        f"run folder  {result.folder}\nreport      {result.folder / 'report' / 'index.html'}\n"
+        f"picture     {result.folder / 'report' / 'pareto.png'}\nprofile     {result.folder / 'profile.json'}"
+    )
 
 
-def search_config(*, task: str, target: str, draft: str, prompts: Path | None, dataset: str | None, max_quality_loss: str, budget: str,
-                  trials: int, batch: str, precision: str, rules: str, max_draft_length: int, max_new_tokens: int, texts: int,
-                  temperature: float | None, top_k: int | None, top_p: float | None, repetition_penalty: float | None, seed: int,
-                  storage: str | None, force: bool, strict: bool) -> SearchConfig:
+def search_config(
+    *,
+    task: str,
+    target: str,
+    draft: str,
+    prompts: Path | None,
+    dataset: str | None,
+    max_quality_loss: str,
+    budget: str,
+    trials: int,
+    batch: str,
+    precision: str,
+    rules: str,
+    max_draft_length: int,
+    max_new_tokens: int,
+    texts: int,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    repetition_penalty: float | None,
+    seed: int,
+    storage: str | None,
+    force: bool,
+    strict: bool,
+) -> SearchConfig:
     """Options as typed in, into a SearchConfig. Raises ConfigurationError naming the option's value and what is allowed."""
     from .workloads import find_task
 
@@ -161,11 +191,27 @@ def search_config(*, task: str, target: str, draft: str, prompts: Path | None, d
         for value in values or ():
             if value not in allowed:
                 raise ConfigurationError(f"{name} is {value!r}; allowed: {', '.join(allowed)}.{nearest(value, allowed)}")
-    return make_config(task=task, target=target, draft=draft, prompts=prompts, dataset=dataset,
-                       max_quality_loss=parse_loss(max_quality_loss), budget_s=parse_duration_s(budget), trials=trials,
-                       batch_sizes=parse_numbers(batch, "batch"), precisions=precisions, rules=chosen, max_draft_length=max_draft_length,
-                       max_new_tokens=max_new_tokens, texts=texts, seed=seed, storage=storage, force=force, strict=strict,
-                       sampling=make_sampling(**{**own.model_dump(), **sampling}) if sampling else None)
+    return make_config(
+        task=task,
+        target=target,
+        draft=draft,
+        prompts=prompts,
+        dataset=dataset,
+        max_quality_loss=parse_loss(max_quality_loss),
+        budget_s=parse_duration_s(budget),
+        trials=trials,
+        batch_sizes=parse_numbers(batch, "batch"),
+        precisions=precisions,
+        rules=chosen,
+        max_draft_length=max_draft_length,
+        max_new_tokens=max_new_tokens,
+        texts=texts,
+        seed=seed,
+        storage=storage,
+        force=force,
+        strict=strict,
+        sampling=make_sampling(**{**own.model_dump(), **sampling}) if sampling else None,
+    )
 
 
 def _show_run(folder: Path) -> None:
@@ -183,13 +229,27 @@ def detect(as_json: bool) -> None:
 
     info = detect_hardware()
     device = device_of(info)
-    matching = [{"path": str(path), "task": item.task, "id": item.id} for path, item in known_profiles()
-                if isinstance(item, Profile) and item.match.device.name == device.name]
+    matching = [
+        {"path": str(path), "task": item.task, "id": item.id}
+        for path, item in known_profiles()
+        if isinstance(item, Profile) and item.match.device.name == device.name
+    ]
     if as_json:
-        _json({**info.model_dump(mode="json"), "device": device.model_dump(mode="json"), "precisions": supported_precisions(info), "profiles": matching})
+        _json(
+            {
+                **info.model_dump(mode="json"),
+                "device": device.model_dump(mode="json"),
+                "precisions": supported_precisions(info),
+                "profiles": matching,
+            }
+        )
         return
     click.echo("\n".join(render_lines(info)))
-    click.echo("\nprofiles for this device:" if matching else "\nno profile for this device; make one with: lossytune search --task dialogue")
+    click.echo(
+        "\nprofiles for this device:"
+        if matching
+        else "\nno profile for this device; make one with: lossytune search --task dialogue"
+    )
     for row in matching:
         click.echo(f"  {row['task']:14} {row['path']}")
 
@@ -208,9 +268,24 @@ def detect(as_json: bool) -> None:
 @click.option("--seed", type=int, default=None, help="Same seed, same answer. [default: random]")
 @click.option("--allow-mismatch", is_flag=True, help="Load a profile that was tuned for something else.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer and its statistics as JSON.")
-def generate(prompt: str, profile: str, task: str | None, target: str, draft: str | None, alpha: float | None, draft_length: int | None,
-             max_new_tokens: int, temperature: float | None, top_k: int | None, top_p: float | None, repetition_penalty: float | None,
-             stop: tuple[str, ...], seed: int | None, allow_mismatch: bool, as_json: bool) -> None:
+def generate(
+    prompt: str,
+    profile: str,
+    task: str | None,
+    target: str,
+    draft: str | None,
+    alpha: float | None,
+    draft_length: int | None,
+    max_new_tokens: int,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    repetition_penalty: float | None,
+    stop: tuple[str, ...],
+    seed: int | None,
+    allow_mismatch: bool,
+    as_json: bool,
+) -> None:
     """Answer one prompt, streamed, with its statistics on stderr."""
     from lossyspec.decoder import Decoder
     from lossyspec.settings import make_settings
@@ -236,15 +311,31 @@ def generate(prompt: str, profile: str, task: str | None, target: str, draft: st
     assert last is not None and last.stats is not None and decoder.match is not None
     stats = last.stats
     if as_json:
-        _json({"text": "".join(text), "finish_reason": last.finish_reason, "match": decoder.match.level, "tokens": stats.tokens,
-               "rounds": stats.rounds, "tokens_per_round": stats.tokens_per_round, "drafted": stats.drafted, "accepted": stats.accepted,
-               "acceptance": stats.acceptance, "tokens_per_s": stats.tokens_per_s, "prefill_s": stats.prefill_s, "decode_s": stats.decode_s,
-               "settings": decoder.settings.model_dump(mode="json")})
+        _json(
+            {
+                "text": "".join(text),
+                "finish_reason": last.finish_reason,
+                "match": decoder.match.level,
+                "tokens": stats.tokens,
+                "rounds": stats.rounds,
+                "tokens_per_round": stats.tokens_per_round,
+                "drafted": stats.drafted,
+                "accepted": stats.accepted,
+                "acceptance": stats.acceptance,
+                "tokens_per_s": stats.tokens_per_s,
+                "prefill_s": stats.prefill_s,
+                "decode_s": stats.decode_s,
+                "settings": decoder.settings.model_dump(mode="json"),
+            }
+        )
         return
     click.echo()
     accepted = f"{stats.accepted} of {stats.drafted} drafted tokens accepted" if stats.drafted else "nothing drafted"
-    click.echo(f"[profile: {decoder.match.level}; {stats.tokens} tokens in {stats.rounds} rounds, {stats.tokens_per_round:.2f} a round; {accepted}; "
-               f"{stats.tokens_per_s:.1f} tokens/s; ended by {last.finish_reason}]", err=True)
+    click.echo(
+        f"[profile: {decoder.match.level}; {stats.tokens} tokens in {stats.rounds} rounds, "
+        f"{stats.tokens_per_round:.2f} a round; {accepted}; {stats.tokens_per_s:.1f} tokens/s; ended by {last.finish_reason}]",
+        err=True,
+    )
 
 
 @app.command()
@@ -254,7 +345,9 @@ def show(path: Path, as_json: bool) -> None:
     """Show a run's front, or a profile field by field."""
     if path.is_dir():
         if as_json:
-            _json(import_module("lossyspec.reports.build").report_data(import_module("lossyspec.reports.load").load_run(path)))
+            _json(
+                import_module("lossyspec.reports.build").report_data(import_module("lossyspec.reports.load").load_run(path))
+            )
         else:
             _show_run(path)
             run = import_module("lossyspec.reports.load").load_run(path)
@@ -297,18 +390,29 @@ def list_profiles(as_json: bool) -> None:
     """List this user's profiles and the bundled ones."""
     from lossyspec.profile import Profile, known_profiles
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for path, item in known_profiles():
         if isinstance(item, Profile):
-            rows.append({"path": str(path), "task": item.task, "device": item.match.device.name, "target": item.match.target.id,
-                         "speedup": item.evidence.speedup.value, "perplexity_ratio": item.evidence.quality.perplexity_ratio.value})
+            rows.append(
+                {
+                    "path": str(path),
+                    "task": item.task,
+                    "device": item.match.device.name,
+                    "target": item.match.target.id,
+                    "speedup": item.evidence.speedup.value,
+                    "perplexity_ratio": item.evidence.quality.perplexity_ratio.value,
+                }
+            )
         else:
             click.echo(f"warning: {item}", err=True)
     if as_json:
         _json(rows)
         return
     for row in rows:
-        click.echo(f"{row['task']:14} {row['speedup']:.2f}x at {100 * (row['perplexity_ratio'] - 1):+.1f} %  {row['device']}  {row['target']}  {row['path']}")
+        loss = 100 * (row["perplexity_ratio"] - 1)
+        click.echo(
+            f"{row['task']:14} {row['speedup']:.2f}x at {loss:+.1f} %  {row['device']}  {row['target']}  {row['path']}"
+        )
     if not rows:
         click.echo("no profiles yet; make one with: lossytune search --task dialogue")
 

@@ -22,11 +22,11 @@ class SearchConfig(Model):
     prompts: Path | None = None
     dataset: str | None = None
     sampling: Sampling | None = None  # None: the task's own
-    max_new_tokens: int = Field(96, ge=8, le=4096)
+    max_new_tokens: int = Field(64, ge=8, le=4096)
     texts: int = Field(16, ge=2, le=512)  # prompts traced in each half
     max_quality_loss: float = Field(0.05, ge=0.0, le=10.0)
     budget_s: float = Field(300.0, ge=10.0)
-    trials: int = Field(400, ge=1)
+    trials: int = Field(600, ge=1)
     batch_sizes: tuple[int, ...] = (1, 4)
     precisions: tuple[Precision, ...] | None = None  # None: all that the hardware has
     rules: tuple[Rule, ...] | None = None  # None: optimal, mixture, priced
@@ -47,7 +47,7 @@ class SearchConfig(Model):
 def make_config(**values: object) -> SearchConfig:
     """A SearchConfig from loose values; raises ConfigurationError naming each wrong value and what is allowed."""
     try:
-        return SearchConfig(**values)  # type: ignore[arg-type]
+        return SearchConfig(**values)
     except ValidationError as error:
         raise ConfigurationError(validation_message(error, dict(SearchConfig.model_fields))) from None
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from lossyspec.profile import Evidence, Here, MatchFields, Profile, Provenance
-from lossyspec.records import BlockRecord, Front, FrontPoint, RunManifest, TrialRecord
-from lossyspec.settings import ScheduleRow, Settings
+from lossyspec.records import BlockRecord, Corpus, Front, FrontPoint, RunManifest, TrialRecord
+from lossyspec.settings import Precision, ScheduleRow, Settings
 
 from .measurement.live import speed_ratio, summarise, tokens_per_s
 from .models import ModelPool
 from .replay import Replay
-from .selection import recommend, verdict
+from .selection import recommend, speedup_of, verdict
 from .study import SAMPLER
 from .trace import Trace, text_logits
 
@@ -28,7 +28,9 @@ class Confirmed:
     notes: tuple[str, ...]
 
 
-def generated_perplexity(pool: ModelPool, precision: str, prompts: Sequence[list[int]], temperature: float) -> Callable[[Sequence[BlockRecord]], float]:
+def generated_perplexity(
+    pool: ModelPool, precision: Precision, prompts: Sequence[list[int]], temperature: float
+) -> Callable[[Sequence[BlockRecord]], float]:
     """Perplexity of outputs under the target at the request's temperature: a drift alarm, which a cold draft can lower."""
     runner = pool.decoder(precision).target
     scale = temperature or 1.0
@@ -41,7 +43,7 @@ def generated_perplexity(pool: ModelPool, precision: str, prompts: Sequence[list
                 place = 0
                 for logits in text_logits(runner, prompt, list(output)):
                     law = (logits / scale).log_softmax(-1)
-                    picked = law[range(logits.shape[0]), list(output[place:place + logits.shape[0]])]
+                    picked = law[range(logits.shape[0]), list(output[place : place + logits.shape[0]])]
                     total, place = total + float(picked.sum()), place + logits.shape[0]
                 count += len(output)
         return math.exp(-total / count)
@@ -49,32 +51,57 @@ def generated_perplexity(pool: ModelPool, precision: str, prompts: Sequence[list
     return score
 
 
-def confirm(chosen: Sequence[TrialRecord], blocks: Sequence[BlockRecord], traces: dict[str, Trace], pool: ModelPool,
-            max_quality_loss: float) -> Confirmed:
+def confirm(
+    chosen: Sequence[TrialRecord],
+    blocks: Sequence[BlockRecord],
+    traces: dict[str, Trace],
+    pool: ModelPool,
+    max_quality_loss: float,
+    temperature: float,
+) -> Confirmed:
     """Puts the confirmed points together. `chosen`: plain first."""
     plain = chosen[0]
     replay = Replay(traces["confirm"])
     references = Replay(traces["references"]) if "references" in traces else None
-    greedy = "greedy_text" if not traces["confirm"].laws or hasattr(next(iter(traces["confirm"].laws.values())), "p_best") else "target_samples"
-    score = generated_perplexity(pool, traces["confirm"].reference, traces["confirm"].texts.prompts, 1.0)
+    corpus: Corpus = "greedy_text" if temperature == 0 else "target_samples"
+    score = generated_perplexity(pool, traces["confirm"].reference, traces["confirm"].texts.prompts, temperature)
     points = []
     for record in chosen:
         assert record.predicted is not None
         replayed = replay.run(record.settings)
-        points.append(FrontPoint(
-            trial=record.number, kind=record.kind, recommended=False, settings=record.settings, batch_size=record.batch_size,
-            predicted=record.predicted, quality=replay.quality(record.settings, replayed, corpus=greedy),
-            quality_references=references.quality(record.settings, corpus="references") if references else None,
-            measured=summarise(blocks, str(record.number), str(plain.number), record.predicted, score)))
+        points.append(
+            FrontPoint(
+                trial=record.number,
+                kind=record.kind,
+                recommended=False,
+                settings=record.settings,
+                batch_size=record.batch_size,
+                predicted=record.predicted,
+                quality=replay.quality(record.settings, replayed, corpus=corpus),
+                quality_references=references.quality(record.settings, corpus="references") if references else None,
+                measured=summarise(blocks, str(record.number), str(plain.number), record.predicted, score),
+            )
+        )
     lossless = next((point for point in points if point.kind == "lossless"), None)
-    ahead = {} if lossless is None else {
-        point.trial: speed_ratio(blocks, str(point.trial), str(lossless.trial)) for point in points if point.kind == "lossy"}
+    ahead = (
+        {}
+        if lossless is None
+        else {
+            point.trial: speed_ratio(blocks, str(point.trial), str(lossless.trial))
+            for point in points
+            if point.kind == "lossy"
+        }
+    )
     best = recommend(points, max_quality_loss, ahead)
     points[best] = points[best].model_copy(update={"recommended": True})
     order = sorted(points, key=lambda point: point.measured.speedup.value if point.measured else 0.0)
-    front = Front(points=tuple(order), verdict=verdict(points, best), max_quality_loss=max_quality_loss,
-                  transformers_tokens_per_s=tokens_per_s(blocks, "transformers", end_to_end=True),
-                  transformers_ratio=speed_ratio(blocks, str(plain.number), "transformers", end_to_end=True))
+    front = Front(
+        points=tuple(order),
+        verdict=verdict(points, best),
+        max_quality_loss=max_quality_loss,
+        transformers_tokens_per_s=tokens_per_s(blocks, "transformers", end_to_end=True),
+        transformers_ratio=speed_ratio(blocks, str(plain.number), "transformers", end_to_end=True),
+    )
     return Confirmed(front, points[best], tuple(_notes(points)))
 
 
@@ -95,10 +122,16 @@ def schedule(recommended: FrontPoint, records: Sequence[TrialRecord]) -> tuple[S
     for batch in sorted({record.batch_size for record in records}):
         length = recommended.settings.draft_length
         if batch != recommended.batch_size:
-            like = [record for record in records if record.batch_size == batch and record.state == "complete" and record.predicted
-                    and _same_but_length(record.settings, recommended.settings)]
-            best = max(like, key=lambda record: record.predicted.speedup, default=None)  # type: ignore[union-attr]
-            length = best.settings.draft_length if best and best.predicted and best.predicted.speedup > 1 else 0
+            like = [
+                record
+                for record in records
+                if record.batch_size == batch
+                and record.state == "complete"
+                and record.predicted
+                and _same_but_length(record.settings, recommended.settings)
+            ]
+            best = max(like, key=speedup_of, default=None)
+            length = best.settings.draft_length if best and speedup_of(best) > 1 else 0
         rows.append(ScheduleRow(batch=(last + 1, batch), draft_length=length))
         last = batch
     return tuple(rows)
@@ -117,17 +150,36 @@ def build_profile(manifest: RunManifest, here: Here, confirmed: Confirmed, recor
     states = [record.state for record in records]
     measured = point.measured
     evidence = Evidence(
-        batch_size=point.batch_size, speedup=measured.speedup,
+        batch_size=point.batch_size,
+        speedup=measured.speedup,
         lossless_speedup=lossless.measured.speedup if lossless and lossless.measured else None,
-        predicted_speedup=point.predicted.speedup, plain_tokens_per_s=measured.plain_tokens_per_s,
-        transformers_tokens_per_s=confirmed.front.transformers_tokens_per_s, quality=point.quality,
-        tokens_per_round=measured.tokens_per_round, acceptance=measured.acceptance, length_ratio=measured.length_ratio,
-        ttft_ms=measured.ttft_ms, itl_ms=measured.itl_ms, memory_peak_bytes=manifest.peak_memory_bytes)
+        predicted_speedup=point.predicted.speedup,
+        plain_tokens_per_s=measured.plain_tokens_per_s,
+        transformers_tokens_per_s=confirmed.front.transformers_tokens_per_s,
+        quality=point.quality,
+        tokens_per_round=measured.tokens_per_round,
+        acceptance=measured.acceptance,
+        length_ratio=measured.length_ratio,
+        ttft_ms=measured.ttft_ms,
+        itl_ms=measured.itl_ms,
+        memory_peak_bytes=manifest.peak_memory_bytes,
+    )
     kept = {name: version for name, version in manifest.versions.items() if name in ("torch", "transformers")}
     return Profile(
-        created=datetime.now(UTC).isoformat(timespec="seconds"), task=manifest.task, sampling=manifest.sampling,
-        match=MatchFields(device=here.device, target=here.target, draft=here.draft, tokenizer_sha256=here.tokenizer_sha256, versions=kept),
-        settings=point.settings.model_copy(update={"schedule": schedule(point, records)}), evidence=evidence,
-        provenance=Provenance(versions=manifest.versions, sampler=SAMPLER, seed=manifest.seed, workload=manifest.workload,
-                              trials={name: states.count(name) for name in ("complete", "failed", "infeasible")},
-                              max_quality_loss=confirmed.front.max_quality_loss))
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        task=manifest.task,
+        sampling=manifest.sampling,
+        match=MatchFields(
+            device=here.device, target=here.target, draft=here.draft, tokenizer_sha256=here.tokenizer_sha256, versions=kept
+        ),
+        settings=point.settings.model_copy(update={"schedule": schedule(point, records)}),
+        evidence=evidence,
+        provenance=Provenance(
+            versions=manifest.versions,
+            sampler=SAMPLER,
+            seed=manifest.seed,
+            workload=manifest.workload,
+            trials={name: states.count(name) for name in ("complete", "failed", "infeasible")},
+            max_quality_loss=confirmed.front.max_quality_loss,
+        ),
+    )

@@ -7,7 +7,8 @@ All tensors are fp64 of shape (T,), T positions of all texts one after the other
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -69,8 +70,15 @@ class OneHotLaw:
         others = torch.where(self.hit, 0.0, self.p_text / (1 - p).clamp_min(1e-300))
         after = torch.where(from_p, self.p_text, torch.where(p >= 1, self.p_text, others))
         pi = torch.where(from_p, accept + (1 - accept) * p, accept)
-        return Answer(self.hit * accept, (1 - accept) * after, accept, (pi - p).abs(),
-                      _xlogx(p, pi) + _xlogx(1 - p, 1 - pi), _xlogx(pi, p) + _xlogx(1 - pi, 1 - p), torch.zeros_like(p))
+        return Answer(
+            self.hit * accept,
+            (1 - accept) * after,
+            accept,
+            (pi - p).abs(),
+            _xlogx(p, pi) + _xlogx(1 - p, 1 - pi),
+            _xlogx(pi, p) + _xlogx(1 - pi, 1 - p),
+            torch.zeros_like(p),
+        )
 
 
 @dataclass(frozen=True)
@@ -102,10 +110,16 @@ class BinnedLaw:
     p_text: Tensor
     q_text: Tensor
     confidence: Tensor
+    # derived once, read by every query
+    _p_below: Tensor = field(init=False, repr=False)
+    _q_below: Tensor = field(init=False, repr=False)
+    _ratio: Tensor = field(init=False, repr=False)
+    _tv: Tensor = field(init=False, repr=False)
+    _impossible: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         p, q = self.p_mass.double(), self.q_mass.double()
-        keep = object.__setattr__  # derived once, read by every query
+        keep = object.__setattr__
         keep(self, "_p_below", p.cumsum(-1))
         keep(self, "_q_below", q.cumsum(-1))
         middle = torch.linspace(-SPAN, SPAN, BINS + 1, dtype=torch.float64)
@@ -115,18 +129,14 @@ class BinnedLaw:
         keep(self, "_tv", 0.5 * (p - q).abs().sum(-1))
         keep(self, "_impossible", torch.where(self._ratio <= 0, q, 0.0).sum(-1))
 
-    _p_below: Tensor = None  # type: ignore[assignment]
-    _q_below: Tensor = None  # type: ignore[assignment]
-    _ratio: Tensor = None  # type: ignore[assignment]
-    _tv: Tensor = None  # type: ignore[assignment]
-    _impossible: Tensor = None  # type: ignore[assignment]
-
     def _masses(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Masses of p and of q on tokens whose p/q is under `ratio` (T,)."""
         count = torch.searchsorted(self._ratio, ratio.unsqueeze(-1), right=False)
         some, at = count > 0, (count - 1).clamp_min(0)
-        return (torch.where(some, self._p_below.gather(-1, at), 0.0).squeeze(-1),
-                torch.where(some, self._q_below.gather(-1, at), 0.0).squeeze(-1))
+        return (
+            torch.where(some, self._p_below.gather(-1, at), 0.0).squeeze(-1),
+            torch.where(some, self._q_below.gather(-1, at), 0.0).squeeze(-1),
+        )
 
     def _capped(self, lo: Tensor) -> Tensor:
         """sum(q - p/lo)+"""
@@ -138,11 +148,11 @@ class BinnedLaw:
         p, q = self._masses(hi)
         return ((self._p_below[:, -1] - p) / hi - (self._q_below[:, -1] - q)).clamp_min(0)
 
-    def _bisect(self, over: object, low: Tensor, high: Tensor) -> Tensor:
+    def _bisect(self, over: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
         """Where a rising condition turns true, in log space."""
         for _ in range(44):
             middle = (low * high).sqrt()
-            yes = over(middle)  # type: ignore[operator]
+            yes = over(middle)
             low, high = torch.where(yes, low, middle), torch.where(yes, middle, high)
         return (low * high).sqrt()
 
@@ -155,8 +165,11 @@ class BinnedLaw:
             hi = self._bisect(lambda x: self._floored(x) <= excess, one, 1 / tiny)
             return lo, hi, excess
         kappa = price(alpha)
-        lo = self._bisect(lambda x: self._capped(x) >= self._floored((x + kappa).clamp_min(1.0)),
-                          (1 - kappa).clamp_min(math.exp(-2 * SPAN)), one)
+        lo = self._bisect(
+            lambda x: self._capped(x) >= self._floored((x + kappa).clamp_min(1.0)),
+            (1 - kappa).clamp_min(math.exp(-2 * SPAN)),
+            one,
+        )
         hi = (lo + kappa).clamp_min(1.0)
         return lo, hi, torch.maximum(0.5 * (self._capped(lo) + self._floored(hi)), self._impossible)
 
@@ -172,7 +185,9 @@ class BinnedLaw:
         if rule in ("exact", "mixture"):
             share = alpha if rule == "mixture" else torch.zeros_like(alpha)
             pi = self.p_mass + share.unsqueeze(-1) * (self.q_mass - self.p_mass)
-            return self._measured(pi, torch.where(p > 0, q - (1 - share) * lost, 0.0), (1 - share) * spare, 1 - (1 - share) * tv)
+            return self._measured(
+                pi, torch.where(p > 0, q - (1 - share) * lost, 0.0), (1 - share) * spare, 1 - (1 - share) * tv
+            )
         if rule == "lenience":
             below, q_below = self._masses(1 - alpha)
             gained = below / (1 - alpha).clamp_min(1e-300) + (self._q_below[:, -1] - q_below)
@@ -183,10 +198,16 @@ class BinnedLaw:
         if rule == "fuzzy":
             near = (self._jensen_shannon() <= alpha * math.log(2.0)) & (alpha > 0)
             pi = torch.where(near.unsqueeze(-1), self.q_mass, self.p_mass)
-            return self._measured(pi, torch.where(near & (p > 0), q, torch.minimum(p, q)), torch.where(near, 0.0, spare),
-                                  torch.where(near, 1.0, 1 - tv))
-        raise ConfigurationError(f"rule {rule!r} cannot be replayed with a draft that samples: it depends on p(x) alone, which the "
-                                 f"trace does not keep; use it with the n-gram draft, or in `generate`")
+            return self._measured(
+                pi,
+                torch.where(near & (p > 0), q, torch.minimum(p, q)),
+                torch.where(near, 0.0, spare),
+                torch.where(near, 1.0, 1 - tv),
+            )
+        raise ConfigurationError(
+            f"rule {rule!r} cannot be replayed with a draft that samples: it depends on p(x) alone, which the "
+            f"trace does not keep; use it with the n-gram draft, or in `generate`"
+        )
 
     def _jensen_shannon(self) -> Tensor:
         p, q = self.p_mass.double(), self.q_mass.double()
@@ -198,9 +219,15 @@ class BinnedLaw:
         p = self.p_mass
         ratio = (p.clamp_min(1e-38) / pi.clamp_min(1e-38)).log()
         zero = torch.zeros_like(ratio)
-        return Answer(accepted, rejected, acceptance.clamp(0, 1), 0.5 * (pi - p).abs().sum(-1).double(),
-                      torch.where(p > 0, p * ratio, zero).sum(-1).double(), -torch.where(pi > 0, pi * ratio, zero).sum(-1).double(),
-                      torch.zeros_like(accepted))
+        return Answer(
+            accepted,
+            rejected,
+            acceptance.clamp(0, 1),
+            0.5 * (pi - p).abs().sum(-1).double(),
+            torch.where(p > 0, p * ratio, zero).sum(-1).double(),
+            -torch.where(pi > 0, pi * ratio, zero).sum(-1).double(),
+            torch.zeros_like(accepted),
+        )
 
 
 def bin_masses(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

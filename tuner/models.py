@@ -30,14 +30,14 @@ class ModelPool:
         self.target: LoadedModel | None = None
         self.draft: LoadedModel | None = None
 
-    def decoder(self, precision: str) -> Decoder:
+    def decoder(self, precision: Precision) -> Decoder:
         """The decoder at a precision; loads the models on first use, and checks that target and draft go together."""
         if precision not in self._decoders:
             self.say(f"loading {self.config.target} in {precision}")
-            target = load(self.config.target, precision)  # type: ignore[arg-type]
+            target = load(self.config.target, precision)
             draft = None
             if self.dense:
-                draft = load(self.config.draft, precision, role="draft")  # type: ignore[arg-type]
+                draft = load(self.config.draft, precision, role="draft")
                 shared_vocab_size(target.model, draft.model, target.tokenizer, draft.tokenizer)
             self.target, self.draft = self.target or target, self.draft or draft
             self._decoders[precision] = Decoder(target, draft)
@@ -48,7 +48,7 @@ class ModelPool:
         assert self.target is not None
         return identify_here(self.target, self.draft)
 
-    def runners(self, precision: str) -> tuple[Runner, Draft | None]:
+    def runners(self, precision: Precision) -> tuple[Runner, Draft | None]:
         """Target runner and draft at a precision."""
         decoder = self.decoder(precision)
         return decoder.target, decoder.draft
@@ -61,10 +61,14 @@ class ModelPool:
             if model is None:
                 continue
             size = bytes_of[precision or settings.precision.target]
-            total += size * (sum(part.numel() for part in model.model.parameters()) + batch * context * _kv_numbers(model.model))
+            total += size * (
+                sum(part.numel() for part in model.model.parameters()) + batch * context * _kv_numbers(model.model)
+            )
         return total
 
-    def run_settings(self, settings: Settings, sampling: Sampling, max_new_tokens: int) -> Callable[[list[list[int]], int], BlockRecord]:
+    def run_settings(
+        self, settings: Settings, sampling: Sampling, max_new_tokens: int
+    ) -> Callable[[list[list[int]], int], BlockRecord]:
         """A contestant's run: decodes a batch with these settings."""
         decoder = self.decoder(settings.precision.target)
 
@@ -72,21 +76,41 @@ class ModelPool:
             began = perf_counter()
             generation = decoder.generate_ids(prompts, max_new_tokens, seed=seed, settings=settings, **sampling.model_dump())
             total, stats = perf_counter() - began, generation.stats
-            gaps = [seconds / max(tokens / len(prompts), 1) for seconds, tokens in zip(stats.round_times_s, stats.round_tokens, strict=True)
-                    for _ in range(max(1, round(tokens / len(prompts))))]
-            return BlockRecord(block=0, forward=True, contestant="", batch_size=len(prompts), tokens=stats.tokens, total_s=total,
-                               decode_s=stats.decode_s, rounds=stats.rounds, drafted_at=tuple(stats.drafted_at),
-                               accepted_at=tuple(stats.accepted_at), first_token_s=stats.prefill_s + stats.round_times_s[0],
-                               gaps_s=tuple(gaps[1:]), outputs=tuple(tuple(answer.tokens) for answer in generation))
+            gaps = [
+                seconds / max(tokens / len(prompts), 1)
+                for seconds, tokens in zip(stats.round_times_s, stats.round_tokens, strict=True)
+                for _ in range(max(1, round(tokens / len(prompts))))
+            ]
+            return BlockRecord(
+                block=0,
+                forward=True,
+                contestant="",
+                batch_size=len(prompts),
+                tokens=stats.tokens,
+                total_s=total,
+                decode_s=stats.decode_s,
+                rounds=stats.rounds,
+                drafted_at=tuple(stats.drafted_at),
+                accepted_at=tuple(stats.accepted_at),
+                first_token_s=stats.prefill_s + stats.round_times_s[0],
+                gaps_s=tuple(gaps[1:]),
+                outputs=tuple(tuple(answer.tokens) for answer in generation),
+            )
 
         return run
 
-    def run_transformers(self, precision: Precision, sampling: Sampling, max_new_tokens: int) -> Callable[[list[list[int]], int], BlockRecord]:
+    def run_transformers(
+        self, precision: Precision, sampling: Sampling, max_new_tokens: int
+    ) -> Callable[[list[list[int]], int], BlockRecord]:
         """The outside reference: transformers' own `generate` with the same model, prompts and sampling."""
         decoder = self.decoder(precision)
         model, device = decoder.target.model, decoder.target.device
         pad = next(iter(decoder.eos_ids), 0)
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "do_sample": sampling.temperature > 0}
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "pad_token_id": pad,
+            "do_sample": sampling.temperature > 0,
+        }
         if sampling.temperature > 0:
             options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
         options["repetition_penalty"] = sampling.repetition_penalty
@@ -101,9 +125,18 @@ class ModelPool:
                 result = model.generate(input_ids=ids, attention_mask=mask, **options)[:, width:].tolist()
             total = perf_counter() - began
             outputs = [_until_eos(row, decoder.eos_ids) for row in result]
-            return BlockRecord(block=0, forward=True, contestant="", batch_size=len(prompts), tokens=sum(map(len, outputs)),
-                               total_s=total, decode_s=None, rounds=None, first_token_s=None,
-                               outputs=tuple(tuple(output) for output in outputs))
+            return BlockRecord(
+                block=0,
+                forward=True,
+                contestant="",
+                batch_size=len(prompts),
+                tokens=sum(map(len, outputs)),
+                total_s=total,
+                decode_s=None,
+                rounds=None,
+                first_token_s=None,
+                outputs=tuple(tuple(output) for output in outputs),
+            )
 
         return run
 
@@ -116,7 +149,7 @@ def default_precisions(precision: Precision, dense: bool) -> Precisions:
 def _until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
     for place, token in enumerate(tokens):
         if token in eos_ids:
-            return tokens[:place + 1]
+            return tokens[: place + 1]
     return tokens
 
 

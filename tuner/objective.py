@@ -9,7 +9,7 @@ import numpy as np
 
 from lossyspec.likelihood import Floats
 from lossyspec.records import Prediction
-from lossyspec.settings import Settings
+from lossyspec.settings import Precision, Settings
 
 from .measurement.costs import CostMeter
 from .replay import Flow, Replay, Replayed
@@ -35,13 +35,13 @@ class Objective:
     dense: the draft samples from a full q (a model), so that rules cost time on its V numbers.
     """
 
-    def __init__(self, replay: Replay, meter: CostMeter, precisions: tuple[str, ...], dense: bool) -> None:
+    def __init__(self, replay: Replay, meter: CostMeter, precisions: tuple[Precision, ...], dense: bool) -> None:
         self.replay = replay
         self.meter = meter
         self.precisions = precisions
         self.dense = dense
 
-    def plain_round_s(self, batch: int) -> tuple[float, str]:
+    def plain_round_s(self, batch: int) -> tuple[float, Precision]:
         """Seconds of the fastest plain round at a batch size, and its precision."""
         return min((self.meter.round_s(precision, batch)[0], precision) for precision in self.precisions)
 
@@ -55,7 +55,9 @@ class Objective:
             return total
         if self.dense:
             # a row stopped by theta has paid the step that showed it
-            steps = sum(share * min(length + (settings.theta > 0), settings.draft_length) for length, share in enumerate(lengths))
+            steps = sum(
+                share * min(length + (settings.theta > 0), settings.draft_length) for length, share in enumerate(lengths)
+            )
             total += steps * self.meter.draft_step_s(precision, batch)
         else:
             total += self.meter.lookup_s(batch)[settings.draft_length]
@@ -64,15 +66,23 @@ class Objective:
     def predict(self, settings: Settings, flow: Flow, batch: int) -> Prediction:
         """Speed from the cost table; the ratio is to the fastest plain decoding at the same batch size."""
         seconds, (plain_s, _) = self.round_s(settings, flow, batch), self.plain_round_s(batch)
-        return Prediction(speedup=flow.tokens_per_round * plain_s / seconds, tokens_per_s=batch * flow.tokens_per_round / seconds,
-                          tokens_per_round=flow.tokens_per_round, drafted_per_round=flow.drafted_per_round,
-                          acceptance=flow.acceptance, round_s=seconds, plain_round_s=plain_s)
+        return Prediction(
+            speedup=flow.tokens_per_round * plain_s / seconds,
+            tokens_per_s=batch * flow.tokens_per_round / seconds,
+            tokens_per_round=flow.tokens_per_round,
+            drafted_per_round=flow.drafted_per_round,
+            acceptance=flow.acceptance,
+            round_s=seconds,
+            plain_round_s=plain_s,
+        )
 
     def evaluate(self, settings: Settings, batch: int) -> Evaluated:
         """Both objectives. Raises ValueError when one is not a finite number, with the reason."""
         replayed = self.replay.run(settings)
         if not math.isfinite(replayed.perplexity_ratio):
-            raise ValueError(f"perplexity ratio is {replayed.perplexity_ratio}: the rule gives some reference token no chance at all")
+            raise ValueError(
+                f"perplexity ratio is {replayed.perplexity_ratio}: the rule gives some reference token no chance at all"
+            )
         predicted = self.predict(settings, replayed.flow, batch)
         if not math.isfinite(predicted.speedup) or predicted.speedup <= 0:
             raise ValueError(f"predicted speed-up is {predicted.speedup}")

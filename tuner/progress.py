@@ -32,7 +32,13 @@ class Reporter:
             self.say(text)
             yield Step(None, 0)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=self.console, transient=True) as bar:
             yield Step(bar, int(bar.add_task(text, total=total)))
 

@@ -11,7 +11,7 @@ import torch
 
 from lossyspec.errors import ConfigurationError
 from lossyspec.likelihood import Flags, Floats, Recursion, StepWeights, bootstrap_ratio, forward
-from lossyspec.records import Estimate, Quality
+from lossyspec.records import Corpus, Estimate, Quality
 from lossyspec.settings import Settings
 
 from .laws import Answer, GreedyLaw
@@ -101,23 +101,36 @@ class Replay:
         precision, gamma = settings.precision.target, settings.draft_length
         tau = 1.0 if self._single else nearest_tau(settings.tau)
         if (precision, tau) not in self.trace.laws:
-            raise ConfigurationError(f"precision {precision} was not traced; traced: "
-                                     f"{', '.join(sorted({name for name, _ in self.trace.laws}))}")
+            raise ConfigurationError(
+                f"precision {precision} was not traced; traced: {', '.join(sorted({name for name, _ in self.trace.laws}))}"
+            )
         law = self.trace.laws[precision, tau]
         answer = self._answer(settings, tau)
         confidence = self._padded(law.confidence, -1.0)
         draftable = (confidence >= max(settings.theta, 0.0)) & ~self._last
         greedy = isinstance(law, GreedyLaw)
         plain = np.ones(self.mask.shape) if greedy else np.exp(self._padded(self.trace.plain[precision]))
-        weights = StepWeights(self._padded(answer.accepted)[..., None], self._padded(answer.rejected)[..., None],
-                              self._padded(answer.acceptance)[..., None], draftable[..., None], plain, self.mask)
+        weights = StepWeights(
+            self._padded(answer.accepted)[..., None],
+            self._padded(answer.rejected)[..., None],
+            self._padded(answer.acceptance)[..., None],
+            draftable[..., None],
+            plain,
+            self.mask,
+        )
         recursion = forward(weights, gamma)
         if greedy:
             log_ratio = (recursion.drafted * self._padded(answer.regret)).sum(1)
         else:
             log_ratio = (self._reference * self.mask).sum(1) - recursion.log_likelihood
-        return Replayed(self._flow(recursion, settings), log_ratio, self.tokens, self._mean(recursion, answer.tv),
-                        self._mean(recursion, answer.kl_forward), self._mean(recursion, answer.kl_reverse))
+        return Replayed(
+            self._flow(recursion, settings),
+            log_ratio,
+            self.tokens,
+            self._mean(recursion, answer.tv),
+            self._mean(recursion, answer.kl_forward),
+            self._mean(recursion, answer.kl_reverse),
+        )
 
     def _mean(self, recursion: Recursion, values: torch.Tensor | None) -> float | None:
         """Mean over emitted positions, where the relaxed law rules at a share `drafted` of them; None if not finite."""
@@ -147,12 +160,24 @@ class Replay:
         drafted = float(shares @ np.arange(gamma + 1)) * rounds
         return Flow(float(self.tokens.sum()) / rounds, accepted / drafted if drafted > 0 else None, shares)
 
-    def quality(self, settings: Settings, replayed: Replayed | None = None, corpus: str = "target_samples",
-                interval: bool = True, seed: int = 0) -> Quality:
+    def quality(
+        self,
+        settings: Settings,
+        replayed: Replayed | None = None,
+        corpus: Corpus = "target_samples",
+        interval: bool = True,
+        seed: int = 0,
+    ) -> Quality:
         """The quality record of a configuration, with a paired bootstrap interval over texts."""
         result = replayed or self.run(settings)
         span = bootstrap_ratio(result.log_ratio, result.tokens, seed=seed) if interval and len(result.tokens) > 1 else None
-        return Quality(perplexity_ratio=Estimate(value=result.perplexity_ratio, ci95=span), tokens=int(result.tokens.sum()),
-                       texts=len(result.tokens), corpus=corpus,  # type: ignore[arg-type]
-                       tv=result.tv, kl_forward=result.kl_forward, kl_reverse=result.kl_reverse,
-                       certificate=certificate(settings))
+        return Quality(
+            perplexity_ratio=Estimate(value=result.perplexity_ratio, ci95=span),
+            tokens=int(result.tokens.sum()),
+            texts=len(result.tokens),
+            corpus=corpus,
+            tv=result.tv,
+            kl_forward=result.kl_forward,
+            kl_reverse=result.kl_reverse,
+            certificate=certificate(settings),
+        )

@@ -23,7 +23,7 @@ from lossyspec.versions import versions
 
 from .config import SearchConfig
 from .confirmation import Confirmed, build_profile, confirm
-from .measurement.costs import CostMeter
+from .measurement.costs import CostMeter, CostTable
 from .measurement.live import Contestant, measure_blocks
 from .models import ModelPool
 from .objective import Objective
@@ -56,8 +56,16 @@ class Result:
 class Search:
     """One search. `stop()` is asked between trials and blocks; once it says yes, the search ends with what it has saved."""
 
-    def __init__(self, config: SearchConfig, reporter: Reporter, *, out: Path | None = None, resume: bool = False,
-                 command: Sequence[str] = (), stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        config: SearchConfig,
+        reporter: Reporter,
+        *,
+        out: Path | None = None,
+        resume: bool = False,
+        command: Sequence[str] = (),
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.config = config
         self.reporter = reporter
         self.stop = stop
@@ -69,8 +77,13 @@ class Search:
         self.sampling: Sampling = config.sampling or self.workload.task.sampling
         self.hardware: HardwareInfo = detect_hardware()
         self.pool = ModelPool(config, reporter.say)
-        self.space: SearchSpace = build_space(config, self.pool.dense, self.sampling.temperature == 0,
-                                              supported_precisions(self.hardware), self.workload.task.unsuitable)
+        self.space: SearchSpace = build_space(
+            config,
+            self.pool.dense,
+            self.sampling.temperature == 0,
+            supported_precisions(self.hardware),
+            self.workload.task.unsuitable,
+        )
         #: perplexity ratios are against the target in the widest format of the space
         self.reference = next(name for name in ("fp32", "bf16", "fp16") if name in self.space.precisions)
 
@@ -100,9 +113,18 @@ class Search:
         chosen = to_confirm(study.records, self.config.max_quality_loss)
         self._refuse_infeasible(chosen, study.records)
         blocks = self._timed("live", lambda: self._live(chosen, traces, folder))
-        confirmed = self._timed("confirmation", lambda: confirm(chosen, blocks, traces, self.pool, self.config.max_quality_loss))
-        manifest = manifest.model_copy(update={"status": "complete", "timings_s": self._rounded(), "peak_memory_bytes": peak_memory_bytes(),
-                                               "notes": (*manifest.notes, *confirmed.notes)})
+        confirmed = self._timed(
+            "confirmation",
+            lambda: confirm(chosen, blocks, traces, self.pool, self.config.max_quality_loss, self.sampling.temperature),
+        )
+        manifest = manifest.model_copy(
+            update={
+                "status": "complete",
+                "timings_s": self._rounded(),
+                "peak_memory_bytes": peak_memory_bytes(),
+                "notes": (*manifest.notes, *confirmed.notes),
+            }
+        )
         return self._write(folder, manifest, study.records, confirmed)
 
     def _timed(self, name: str, step: Callable[[], Any]) -> Any:
@@ -116,20 +138,38 @@ class Search:
         return result
 
     def _rounded(self) -> dict[str, float]:
-        return {**{name: round(value, 2) for name, value in self.timings.items()}, "total": round(monotonic() - self.began, 2)}
+        return {
+            **{name: round(value, 2) for name, value in self.timings.items()},
+            "total": round(monotonic() - self.began, 2),
+        }
 
     # before anything runs
 
     def plan(self) -> dict[str, Any]:
         """What the search would do, for --dry-run; loads no model."""
-        return {"task": self.config.task, "target": self.config.target, "draft": self.config.draft,
-                "device": device_name(self.hardware), "workload": self._workload_note(), "sampling": self.sampling.model_dump(),
-                "reference_precision": self.reference, "space": self.space.describe(), "excluded": self.space.excluded,
-                "trials": self.config.trials, "budget_s": self.config.budget_s, "max_quality_loss": self.config.max_quality_loss}
+        return {
+            "task": self.config.task,
+            "target": self.config.target,
+            "draft": self.config.draft,
+            "device": device_name(self.hardware),
+            "workload": self._workload_note(),
+            "sampling": self.sampling.model_dump(),
+            "reference_precision": self.reference,
+            "space": self.space.describe(),
+            "excluded": self.space.excluded,
+            "trials": self.config.trials,
+            "budget_s": self.config.budget_s,
+            "max_quality_loss": self.config.max_quality_loss,
+        }
 
     def _workload_note(self) -> dict[str, Any]:
-        return {"source": self.workload.source, "sha256": self.workload.sha256, "search": len(self.workload.search),
-                "confirm": len(self.workload.confirm), "max_new_tokens": self.config.max_new_tokens}
+        return {
+            "source": self.workload.source,
+            "sha256": self.workload.sha256,
+            "search": len(self.workload.search),
+            "confirm": len(self.workload.confirm),
+            "max_new_tokens": self.config.max_new_tokens,
+        }
 
     def _check_device(self) -> list[str]:
         """Warns of other users of the device; with `strict` refuses to measure beside them."""
@@ -157,20 +197,36 @@ class Search:
             folder = unfinished_folder(self.out, self.config.task)
             manifest = folder.manifest()
             refuse_changes(manifest.config, config, _FREE_ON_RESUME)
-            for name, then, now in (("workload", manifest.workload.get("sha256"), self.workload.sha256),
-                                    ("device", manifest.hardware.get("name"), here.device.name),
-                                    ("target", manifest.target.get("weights_sha256"), here.target.weights_sha256)):
+            for name, then, now in (
+                ("workload", manifest.workload.get("sha256"), self.workload.sha256),
+                ("device", manifest.hardware.get("name"), here.device.name),
+                ("target", manifest.target.get("weights_sha256"), here.target.weights_sha256),
+            ):
                 if then != now:
-                    raise ConfigurationError(f"--resume: the {name} is another one ({then} then, {now} now); start a new run instead")
+                    raise ConfigurationError(
+                        f"--resume: the {name} is another one ({then} then, {now} now); start a new run instead"
+                    )
             self.reporter.say(f"resuming {folder.path}")
             return folder, manifest.model_copy(update={"status": "running"})
         folder = new_folder(self.out, self.config.task)
         hardware = {"name": here.device.name, **self.hardware.model_dump(mode="json")}
         manifest = RunManifest(
-            created=datetime.now(UTC).isoformat(timespec="seconds"), command=self.command, task=self.config.task,
-            target=here.target.model_dump(mode="json"), draft=here.draft.model_dump(mode="json"), tokenizer_sha256=here.tokenizer_sha256,
-            sampling=self.sampling, workload=self._workload_note(), hardware=hardware, versions=versions(), config=config,
-            space=self.space.describe(), excluded=self.space.excluded, seed=self.config.seed, notes=tuple(notes))
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=self.command,
+            task=self.config.task,
+            target=here.target.model_dump(mode="json"),
+            draft=here.draft.model_dump(mode="json"),
+            tokenizer_sha256=here.tokenizer_sha256,
+            sampling=self.sampling,
+            workload=self._workload_note(),
+            hardware=hardware,
+            versions=versions(),
+            config=config,
+            space=self.space.describe(),
+            excluded=self.space.excluded,
+            seed=self.config.seed,
+            notes=tuple(notes),
+        )
         folder.write_manifest(manifest)
         self.reporter.say(f"run folder: {folder.path}")
         return folder, manifest
@@ -185,8 +241,9 @@ class Search:
         tracer = Tracer(self.sampling, None if self.pool.dense else NgramSettings(), self.config.max_draft_length)
         traces: dict[str, Trace] = {}
         count = sum(len(part.prompts) for part in texts.values()) * len(self.space.precisions)
-        with self.reporter.steps(f"tracing {sum(part.tokens for part in texts.values())} tokens in {', '.join(self.space.precisions)}",
-                                 count) as step:
+        with self.reporter.steps(
+            f"tracing {sum(part.tokens for part in texts.values())} tokens in {', '.join(self.space.precisions)}", count
+        ) as step:
             for half, part in texts.items():
                 traces[half] = tracer.begin(part, self.reference)
                 for precision in self.space.precisions:
@@ -208,9 +265,17 @@ class Search:
         for half, items, seed in (("search", self.workload.search, 1), ("confirm", self.workload.confirm, 2)):
             self.reporter.say(f"sampling {len(items)} texts of at most {limit} tokens from the target ({half} half)")
             prompts = self._prompts(items)
-            drawn = decoder.generate_ids(prompts, limit, seed=1000 * self.config.seed + seed, settings=Settings(draft_length=0), **full.model_dump())
-            texts[half] = Texts(prompts, [answer.tokens for answer in drawn], [answer.finish_reason == "length" for answer in drawn])
-        known = [(prompt, item.reference) for prompt, item in zip(texts["confirm"].prompts, self.workload.confirm, strict=True) if item.reference]
+            drawn = decoder.generate_ids(
+                prompts, limit, seed=1000 * self.config.seed + seed, settings=Settings(draft_length=0), **full.model_dump()
+            )
+            texts[half] = Texts(
+                prompts, [answer.tokens for answer in drawn], [answer.finish_reason == "length" for answer in drawn]
+            )
+        known = [
+            (prompt, item.reference)
+            for prompt, item in zip(texts["confirm"].prompts, self.workload.confirm, strict=True)
+            if item.reference
+        ]
         if known and self.sampling.temperature > 0:
             ids = [decoder.tokenizer(reference, add_special_tokens=False)["input_ids"] for _, reference in known]
             texts["references"] = reference_texts([prompt for prompt, _ in known], ids, limit)
@@ -223,10 +288,19 @@ class Search:
         lengths = sorted(len(prompt) + len(output) // 2 for prompt, output in zip(prompts, trace.texts.outputs, strict=True))
         return CostMeter(self.pool.runners, prompts, lengths[len(lengths) // 2], self.sampling, self.config.max_draft_length)
 
+    def _stored_costs(self, meter: CostMeter, folder: RunFolder) -> None:
+        """On resume the costs measured before hold for the search; the live runs are measured anew in any case."""
+        if folder.costs.exists():
+            meter.table = CostTable.read(folder.costs)
+
     def _costs(self, meter: CostMeter, folder: RunFolder) -> None:
+        self._stored_costs(meter, folder)
         cells = [(precision, batch) for batch in self.space.batch_sizes for precision in self.space.precisions]
-        with self.reporter.steps(f"measuring the cost of a round ({', '.join(self.space.precisions)}; batch "
-                                 f"{', '.join(map(str, self.space.batch_sizes))})", len(cells)) as step:
+        with self.reporter.steps(
+            f"measuring the cost of a round ({', '.join(self.space.precisions)}; batch "
+            f"{', '.join(map(str, self.space.batch_sizes))})",
+            len(cells),
+        ) as step:
             for precision, batch in cells:
                 meter.round_s(precision, batch)
                 meter.draft_step_s(precision, batch)
@@ -238,20 +312,40 @@ class Search:
     def _search(self, objective: Objective, folder: RunFolder) -> Study:
         here, context = self.pool.here(), max(map(len, objective.replay.trace.texts.prompts)) + self.config.max_new_tokens
         limit = _memory_limit_bytes(self.hardware)
-        limits = Limits(self.config.max_quality_loss, limit, lambda settings, batch: self.pool.memory_bytes(settings, batch, context))
-        digest = self.space.digest(here.target.weights_sha256 or "", here.draft.weights_sha256 or "ngram", self.workload.sha256,
-                                   here.device.name, str(self.config.max_quality_loss), str(self.sampling))
-        study = Study(self.space, objective, limits, folder.add_trial, seed=self.config.seed,
-                      name=f"{self.config.task}-{digest[:12]}", storage=self.config.storage, done=folder.trials())
+        limits = Limits(
+            self.config.max_quality_loss, limit, lambda settings, batch: self.pool.memory_bytes(settings, batch, context)
+        )
+        digest = self.space.digest(
+            here.target.weights_sha256 or "",
+            here.draft.weights_sha256 or "ngram",
+            self.workload.sha256,
+            here.device.name,
+            str(self.config.max_quality_loss),
+            str(self.sampling),
+        )
+        study = Study(
+            self.space,
+            objective,
+            limits,
+            folder.add_trial,
+            seed=self.config.seed,
+            name=f"{self.config.task}-{digest[:12]}",
+            storage=self.config.storage,
+            done=folder.trials(),
+        )
         if not study.records:
             study.enqueue_baselines()
         share = self.began + (1 - _LIVE_SHARE) * self.config.budget_s
         least = min(self.config.trials, 60)
         with self.reporter.steps(f"searching {self.config.trials} configurations by replay", self.config.trials) as step:
-            study.run(self.config.trials, lambda: self.stop() or (monotonic() > share and len(study.records) >= least), step.at)
+            study.run(
+                self.config.trials, lambda: self.stop() or (monotonic() > share and len(study.records) >= least), step.at
+            )
         states = [record.state for record in study.records]
-        self.reporter.say(f"{len(states)} trials: {states.count('complete')} complete, {states.count('infeasible')} over the loss limit, "
-                          f"{states.count('failed')} failed")
+        self.reporter.say(
+            f"{len(states)} trials: {states.count('complete')} complete, {states.count('infeasible')} over the loss limit, "
+            f"{states.count('failed')} failed"
+        )
         return study
 
     def _refuse_infeasible(self, chosen: Sequence[TrialRecord], records: Sequence[TrialRecord]) -> None:
@@ -260,32 +354,54 @@ class Search:
         scored = [record for record in records if record.quality is not None and record.predicted is not None]
         nearest = min(scored, key=lambda record: sum(max(value, 0.0) for value in record.constraints.values()))
         assert nearest.quality is not None and nearest.predicted is not None
-        raise NoFeasiblePoint(f"no configuration is within the limits; the nearest one, trial {nearest.number} ({nearest.kind}): "
-                              f"{nearest.predicted.speedup:.2f}x predicted at {nearest.quality.perplexity_ratio.value - 1:+.2%} perplexity, "
-                              f"{nearest.reason}")
+        raise NoFeasiblePoint(
+            f"no configuration is within the limits; the nearest one, trial {nearest.number} ({nearest.kind}): "
+            f"{nearest.predicted.speedup:.2f}x predicted at {nearest.quality.perplexity_ratio.value - 1:+.2%} perplexity, "
+            f"{nearest.reason}"
+        )
 
     # live
 
     def _live(self, chosen: Sequence[TrialRecord], traces: dict[str, Trace], folder: RunFolder) -> list[BlockRecord]:
         plain = chosen[0]
         limit = self.config.max_new_tokens
-        contestants = [Contestant(str(record.number), record.batch_size,
-                                  _named(str(record.number), self.pool.run_settings(record.settings, self.sampling, limit)))
-                       for record in chosen]
+        contestants = [
+            Contestant(
+                str(record.number),
+                record.batch_size,
+                _named(str(record.number), self.pool.run_settings(record.settings, self.sampling, limit)),
+            )
+            for record in chosen
+        ]
         outside = self.pool.run_transformers(plain.settings.precision.target, self.sampling, limit)
         contestants.append(Contestant("transformers", plain.batch_size, _named("transformers", outside)))
         left = max(self.config.budget_s - (monotonic() - self.began) - 10.0, 0.0)
-        with self.reporter.steps(f"measuring {len(chosen)} points live against plain decoding and transformers, interleaved", _MAX_BLOCKS * len(contestants)) as step:
+        with self.reporter.steps(
+            f"measuring {len(chosen)} points live against plain decoding and transformers, interleaved",
+            _MAX_BLOCKS * len(contestants),
+        ) as step:
+
             def keep(record: BlockRecord) -> None:
                 folder.add_block(record)
                 step.advance()
 
-            return measure_blocks(contestants, traces["confirm"].texts.prompts, budget_s=left, min_blocks=_MIN_BLOCKS, max_blocks=_MAX_BLOCKS,
-                                  seed=self.config.seed, on_run=keep, stop=self.stop, done=folder.blocks())
+            return measure_blocks(
+                contestants,
+                traces["confirm"].texts.prompts,
+                budget_s=left,
+                min_blocks=_MIN_BLOCKS,
+                max_blocks=_MAX_BLOCKS,
+                seed=self.config.seed,
+                on_run=keep,
+                stop=self.stop,
+                done=folder.blocks(),
+            )
 
     # the end
 
-    def _write(self, folder: RunFolder, manifest: RunManifest, records: Sequence[TrialRecord], confirmed: Confirmed) -> Result:
+    def _write(
+        self, folder: RunFolder, manifest: RunManifest, records: Sequence[TrialRecord], confirmed: Confirmed
+    ) -> Result:
         front = confirmed.front
         folder.write_front(front)
         profile = build_profile(manifest, self.pool.here(), confirmed, records)

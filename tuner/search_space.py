@@ -12,23 +12,23 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import Trial
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.settings import NgramSettings, Precisions, Settings
+from lossyspec.settings import NgramSettings, Precision, Precisions, Rule, Settings
 
 from .config import SearchConfig
 from .trace import TAUS
 
-_DEFAULT_RULES = ("optimal", "mixture", "priced")
+_DEFAULT_RULES: tuple[Rule, ...] = ("optimal", "mixture", "priced")
 #: thresholds between the confidences 1/2, 2/3, 3/4, 4/5 of matches of 1, 2, 3, 4 tokens
 _NGRAM_THETAS = (0.0, 0.6, 0.7, 0.78)
-_NGRAM_TWINS = {"mixture": "optimal"}
+_NGRAM_TWINS: dict[Rule, Rule] = {"mixture": "optimal"}
 
 
 @dataclass(frozen=True)
 class SearchSpace:
     """The choices. dense: the draft samples from a full q. excluded: what is not searched, by name, with the reason."""
 
-    rules: tuple[str, ...]
-    precisions: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    precisions: tuple[Precision, ...]
     batch_sizes: tuple[int, ...]
     max_draft_length: int
     dense: bool
@@ -75,16 +75,36 @@ class SearchSpace:
             alpha = 0.0
         precision = params["precision"]
         return Settings(
-            rule=params["rule"] if alpha > 0 else "exact", alpha=alpha, draft_length=length,
-            theta=float(params["theta"]) if length else 0.0, tau=float(params.get("tau", 1.0)) if length else 1.0,
+            rule=params["rule"] if alpha > 0 else "exact",
+            alpha=alpha,
+            draft_length=length,
+            theta=float(params["theta"]) if length else 0.0,
+            tau=float(params.get("tau", 1.0)) if length else 1.0,
             precision=Precisions(target=precision, draft=precision if self.dense else None),
-            ngram=None if self.dense else NgramSettings()), int(params["batch_size"])
+            ngram=None if self.dense else NgramSettings(),
+        ), int(params["batch_size"])
 
-    def params(self, *, draft_length: int, precision: str, batch_size: int, theta: float = 0.0, alpha: float = 0.0,
-               tau: float = 1.0, rule: str | None = None) -> dict[str, Any]:
+    def params(
+        self,
+        *,
+        draft_length: int,
+        precision: str,
+        batch_size: int,
+        theta: float = 0.0,
+        alpha: float = 0.0,
+        tau: float = 1.0,
+        rule: str | None = None,
+    ) -> dict[str, Any]:
         """Parameters of a configuration that is enqueued."""
-        values = {"draft_length": draft_length, "precision": precision, "batch_size": batch_size, "theta": theta,
-                  "alpha": alpha, "tau": tau, "rule": rule or (self.rules[0] if self.rules else None)}
+        values = {
+            "draft_length": draft_length,
+            "precision": precision,
+            "batch_size": batch_size,
+            "theta": theta,
+            "alpha": alpha,
+            "tau": tau,
+            "rule": rule or (self.rules[0] if self.rules else None),
+        }
         return {name: values[name] for name in self.distributions}
 
     def describe(self) -> dict[str, Any]:
@@ -103,8 +123,9 @@ def _as_json(kind: BaseDistribution) -> str:
     return distribution_to_json(kind)
 
 
-def build_space(config: SearchConfig, dense: bool, greedy: bool, unsupported: Mapping[str, str | None],
-                unsuitable: str | None) -> SearchSpace:
+def build_space(
+    config: SearchConfig, dense: bool, greedy: bool, unsupported: Mapping[Precision, str | None], unsuitable: str | None
+) -> SearchSpace:
     """The space for a search. unsupported: the reason by precision, None where it runs. unsuitable: why not to relax.
 
     Raises ConfigurationError when a precision was asked for by name and the hardware lacks it, or a rule cannot be used.
@@ -113,13 +134,18 @@ def build_space(config: SearchConfig, dense: bool, greedy: bool, unsupported: Ma
     for precision in config.precisions or ():
         if (reason := unsupported.get(precision)) is not None:
             raise ConfigurationError(f"precision {precision} was asked for: {reason}")
-    excluded.update({f"precision {name}": reason for name, reason in unsupported.items()
-                     if reason is not None and config.precisions is None})
+    excluded.update(
+        {
+            f"precision {name}": reason
+            for name, reason in unsupported.items()
+            if reason is not None and config.precisions is None
+        }
+    )
     precisions = config.precisions or tuple(name for name, reason in unsupported.items() if reason is None)
     relax = unsuitable is None or config.force
     if not relax:
         excluded["lossy rules"] = f"task {config.task} is lossless only: {unsuitable} (--force relaxes it all the same)"
-    rules = tuple(rule for rule in config.rules or _DEFAULT_RULES if rule != "exact")
+    rules: tuple[Rule, ...] = tuple(rule for rule in config.rules or _DEFAULT_RULES if rule != "exact")
     if greedy and rules:
         excluded.update({f"rule {rule}": "at temperature 0 all rules accept alike" for rule in rules[1:]})
         rules = rules[:1]
@@ -132,4 +158,6 @@ def build_space(config: SearchConfig, dense: bool, greedy: bool, unsupported: Ma
         raise ConfigurationError("rule typical cannot be replayed with a draft model; allowed with --draft ngram")
     if not dense:
         excluded["tau"] = "the n-gram draft has no temperature"
-    return SearchSpace(rules, tuple(precisions), config.batch_sizes, config.max_draft_length, dense, relax and bool(rules), greedy, excluded)
+    return SearchSpace(
+        rules, tuple(precisions), config.batch_sizes, config.max_draft_length, dense, relax and bool(rules), greedy, excluded
+    )

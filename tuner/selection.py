@@ -12,8 +12,11 @@ _LOSS_SHARES = (1.0, 0.6, 0.25, 2.0)
 
 def pareto(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The records that no other beats in predicted speed-up and perplexity ratio, slowest first. Failed ones never."""
-    scored = [(record.predicted.speedup, record.quality.perplexity_ratio.value, record) for record in records
-              if record.predicted is not None and record.quality is not None and record.state != "failed"]
+    scored = [
+        (record.predicted.speedup, record.quality.perplexity_ratio.value, record)
+        for record in records
+        if record.predicted is not None and record.quality is not None and record.state != "failed"
+    ]
     front: list[TrialRecord] = []
     least = float("inf")
     for _, ratio, record in sorted(scored, key=lambda item: (-item[0], item[1], item[2].number)):
@@ -24,8 +27,16 @@ def pareto(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def _fastest(records: Sequence[TrialRecord]) -> TrialRecord | None:
-    known = [record for record in records if record.predicted is not None]
-    return max(known, key=lambda record: (record.predicted.speedup, -record.number), default=None)  # type: ignore[union-attr]
+    return max(records, key=lambda record: (speedup_of(record), -record.number), default=None)
+
+
+def speedup_of(record: TrialRecord) -> float:
+    """Predicted speed-up of a trial; 0 when it has none."""
+    return record.predicted.speedup if record.predicted is not None else 0.0
+
+
+def _ratio(record: TrialRecord) -> float:
+    return record.quality.perplexity_ratio.value if record.quality is not None else float("inf")
 
 
 def to_confirm(records: Sequence[TrialRecord], max_quality_loss: float) -> list[TrialRecord]:
@@ -43,7 +54,7 @@ def to_confirm(records: Sequence[TrialRecord], max_quality_loss: float) -> list[
     lossy = [record for record in pareto([record for record in here if record.kind == "lossy"]) if record.quality]
     for share in _LOSS_SHARES:
         limit = 1 + share * max_quality_loss
-        chosen.append(_fastest([record for record in lossy if record.quality.perplexity_ratio.value <= limit]))  # type: ignore[union-attr]
+        chosen.append(_fastest([record for record in lossy if _ratio(record) <= limit]))
     unique: dict[int, TrialRecord] = {record.number: record for record in chosen if record is not None}
     return list(unique.values())
 

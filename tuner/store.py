@@ -102,7 +102,10 @@ def unfinished_folder(out: Path | None, task: str, root: Path = Path("runs")) ->
 
 def refuse_changes(stored: dict[str, object], now: dict[str, object], free: Sequence[str]) -> None:
     """Raises ConfigurationError naming each option that a resumed run would change; those in `free` may differ."""
-    changed = [f"{name}: {stored.get(name)!r} then, {now.get(name)!r} now" for name in sorted(set(stored) | set(now))
-               if name not in free and stored.get(name) != now.get(name)]
+    changed = [
+        f"{name}: {stored.get(name)!r} then, {now.get(name)!r} now"
+        for name in sorted(set(stored) | set(now))
+        if name not in free and stored.get(name) != now.get(name)
+    ]
     if changed:
         raise ConfigurationError("--resume with other options: " + "; ".join(changed) + "; start a new run instead")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +26,10 @@ logger = logging.getLogger("lossytune")
 
 DIRECTIONS = ("maximize", "minimize")
 SAMPLER = "optuna TPE, multi-objective, constrained"
+#: random trials before the sampler learns; with fewer it settled on one precision too early
+STARTUP_TRIALS = 60
+#: shares of alpha that are tried first, at the best lossless draft length
+FIRST_ALPHAS = (0.1, 0.3, 0.5)
 #: this many failures of one kind in a row end a search
 ALIKE_FAILURES = 5
 
@@ -50,8 +56,18 @@ class Study:
     store(record) is called with every finished or failed trial, in order, before the next one starts.
     """
 
-    def __init__(self, space: SearchSpace, objective: Objective, limits: Limits, store: Callable[[TrialRecord], None],
-                 *, seed: int, name: str, storage: str | None = None, done: tuple[TrialRecord, ...] = ()) -> None:
+    def __init__(
+        self,
+        space: SearchSpace,
+        objective: Objective,
+        limits: Limits,
+        store: Callable[[TrialRecord], None],
+        *,
+        seed: int,
+        name: str,
+        storage: str | None = None,
+        done: tuple[TrialRecord, ...] = (),
+    ) -> None:
         self.space = space
         self.objective = objective
         self.limits = limits
@@ -68,9 +84,14 @@ class Study:
         """Plain decoding at each precision and batch size, and lossless at its own best draft length, come first."""
         for batch in self.space.batch_sizes:
             for precision in self.space.precisions:
-                self.study.enqueue_trial(self.space.params(draft_length=0, precision=precision, batch_size=batch), skip_if_exists=True)
+                self.study.enqueue_trial(
+                    self.space.params(draft_length=0, precision=precision, batch_size=batch), skip_if_exists=True
+                )
         for batch in self.space.batch_sizes:
-            self.study.enqueue_trial(self.best_lossless(batch), skip_if_exists=True)
+            lossless = self.best_lossless(batch)
+            self.study.enqueue_trial(lossless, skip_if_exists=True)
+            for rule, alpha in itertools.product(self.space.rules if self.space.relax else (), FIRST_ALPHAS):
+                self.study.enqueue_trial({**lossless, "rule": rule, "alpha": alpha}, skip_if_exists=True)
 
     def best_lossless(self, batch: int) -> dict[str, Any]:
         """Parameters of the fastest predicted lossless configuration at a batch size, by trying all of the small grid."""
@@ -117,8 +138,13 @@ class Study:
         began = time.perf_counter()
         params = self.space.suggest(trial)
         settings, batch = self.space.settings(params)
-        base: dict[str, Any] = {"number": len(self.records), "kind": kind_of(settings), "settings": settings,
-                                "batch_size": batch, "params": params}
+        base: dict[str, Any] = {
+            "number": len(self.records),
+            "kind": kind_of(settings),
+            "settings": settings,
+            "batch_size": batch,
+            "params": params,
+        }
         try:
             evaluated = self.objective.evaluate(settings, batch)
         except (ValueError, ArithmeticError, RuntimeError, LossyspecError) as problem:
@@ -128,11 +154,16 @@ class Study:
             return TrialRecord(**base, state="failed", reason=reason, duration_s=time.perf_counter() - began)
         constraints = self._constraints(trial, evaluated, settings, batch)
         broken = [name for name, value in constraints.items() if value > 0]
-        return TrialRecord(**base, state="infeasible" if broken else "complete", predicted=evaluated.predicted,
-                           quality=self.objective.replay.quality(settings, evaluated.replayed, interval=False),
-                           memory_bytes=self.limits.memory_of(settings, batch), constraints=constraints,
-                           reason=f"over the limit: {', '.join(broken)}" if broken else None,
-                           duration_s=time.perf_counter() - began)
+        return TrialRecord(
+            **base,
+            state="infeasible" if broken else "complete",
+            predicted=evaluated.predicted,
+            quality=self.objective.replay.quality(settings, evaluated.replayed, interval=False),
+            memory_bytes=self.limits.memory_of(settings, batch),
+            constraints=constraints,
+            reason=f"over the limit: {', '.join(broken)}" if broken else None,
+            duration_s=time.perf_counter() - began,
+        )
 
     def _constraints(self, trial: Trial, evaluated: Evaluated, settings: Settings, batch: int) -> dict[str, float]:
         values = {"quality_loss": evaluated.replayed.perplexity_ratio - 1 - self.limits.max_quality_loss}
@@ -148,9 +179,13 @@ def open_study(name: str, storage: str | None, seed: int) -> optuna.Study:
 
     Raises ConfigurationError for a study with other directions, or a storage that cannot be opened.
     """
-    sampler = TPESampler(seed=seed, n_startup_trials=24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS, multivariate=True)
     try:
-        study = optuna.create_study(study_name=name, storage=storage, sampler=sampler, directions=list(DIRECTIONS), load_if_exists=True)
+        study = optuna.create_study(
+            study_name=name, storage=storage, sampler=sampler, directions=["maximize", "minimize"], load_if_exists=True
+        )
     except Exception as problem:  # the storage's own driver decides the type
         raise ConfigurationError(f"storage {storage!r} cannot be opened: {problem}") from problem
     found = tuple(direction.name.lower() for direction in study.directions)
@@ -166,5 +201,9 @@ def _frozen(record: TrialRecord, space: SearchSpace) -> optuna.trial.FrozenTrial
     """A stored trial as the sampler remembers it."""
     if record.state == "failed" or record.predicted is None or record.quality is None:
         return create_trial(state=TrialState.FAIL, params=record.params, distributions=space.distributions)
-    return create_trial(params=record.params, distributions=space.distributions, constraints=record.constraints,
-                        values=[record.predicted.speedup, record.quality.perplexity_ratio.value])
+    return create_trial(
+        params=record.params,
+        distributions=space.distributions,
+        constraints=record.constraints,
+        values=[record.predicted.speedup, record.quality.perplexity_ratio.value],
+    )

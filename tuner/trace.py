@@ -18,7 +18,7 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.likelihood import Flags, Floats
 from lossyspec.runner import Runner
 from lossyspec.sampling import probabilities
-from lossyspec.settings import NgramSettings, Sampling
+from lossyspec.settings import NgramSettings, Precision, Sampling
 
 from .laws import BinnedLaw, GreedyLaw, Law, OneHotLaw, bin_masses
 
@@ -53,7 +53,7 @@ class Trace:
     """
 
     texts: Texts
-    reference: str
+    reference: Precision
     chain: Floats
     laws: dict[tuple[str, float], Law] = field(default_factory=dict)
     plain: dict[str, Floats] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def ngram_chains(texts: Texts, settings: NgramSettings, limit: int) -> tuple[Ten
         for place in range(len(output)):
             drafted = ngram_chain(prompt + output[:place], settings, limit)
             confidences = [confidence for _, confidence in drafted]
-            chain[len(first), :len(confidences)] = np.minimum.accumulate(confidences) if confidences else []
+            chain[len(first), : len(confidences)] = np.minimum.accumulate(confidences) if confidences else []
             first.append(drafted[0][0] if drafted else -1)
     return torch.tensor(first), chain
 
@@ -90,9 +90,9 @@ def forced_chain(confidence: Floats, texts: Texts, limit: int) -> Floats:
     chain = np.full((len(confidence), limit), -1.0)
     first = 0
     for output in texts.outputs:
-        part = confidence[first:first + len(output)]
+        part = confidence[first : first + len(output)]
         for depth in range(min(limit, len(part))):
-            chain[first:first + len(part) - depth, depth] = part[depth:]
+            chain[first : first + len(part) - depth, depth] = part[depth:]
         first += len(output)
     return np.minimum.accumulate(chain, axis=1)
 
@@ -105,7 +105,7 @@ def text_logits(runner: Runner, prompt: list[int], output: list[int]) -> list[Te
     read = [prompt[-1], *output[:-1]]
     pieces = []
     for begin in range(0, len(read), _CHUNK):
-        piece = torch.tensor([read[begin:begin + _CHUNK]], device=runner.device)
+        piece = torch.tensor([read[begin : begin + _CHUNK]], device=runner.device)
         pieces.append(runner.logits(piece, [len(prompt) - 1 + begin])[0])
     return pieces
 
@@ -116,15 +116,25 @@ def _one_hot(p: Tensor, text: Tensor, drafted: Tensor, greedy: bool, confidence:
     if greedy:
         best, index = p.max(-1)
         return {"p_draft": chosen, "p_best": best.double(), "hit": drafted == index, "confidence": confidence}
-    return {"p_draft": chosen, "p_text": p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double(),
-            "entropy": entropy(p).double(), "hit": drafted == text, "confidence": confidence}
+    return {
+        "p_draft": chosen,
+        "p_text": p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double(),
+        "entropy": entropy(p).double(),
+        "hit": drafted == text,
+        "confidence": confidence,
+    }
 
 
 def _binned(p: Tensor, q: Tensor, text: Tensor) -> dict[str, Tensor]:
     p_mass, q_mass = bin_masses(p, q)
     pick = text.unsqueeze(-1)
-    return {"p_mass": p_mass, "q_mass": q_mass, "p_text": p.gather(-1, pick).squeeze(-1).double(),
-            "q_text": q.gather(-1, pick).squeeze(-1).double(), "confidence": q.amax(-1).double()}
+    return {
+        "p_mass": p_mass,
+        "q_mass": q_mass,
+        "p_text": p.gather(-1, pick).squeeze(-1).double(),
+        "q_text": q.gather(-1, pick).squeeze(-1).double(),
+        "confidence": q.amax(-1).double(),
+    }
 
 
 class Tracer:
@@ -139,7 +149,7 @@ class Tracer:
         self.ngram = ngram
         self.limit = max_draft_length
 
-    def begin(self, texts: Texts, reference: str) -> Trace:
+    def begin(self, texts: Texts, reference: Precision) -> Trace:
         """An empty trace of texts; raises ConfigurationError when a text has no token."""
         if not all(texts.outputs):
             raise ConfigurationError("a text of the workload has no tokens to trace")
@@ -149,8 +159,9 @@ class Tracer:
             self._drafted, trace.chain = ngram_chains(texts, self.ngram, self.limit)
         return trace
 
-    def add(self, trace: Trace, precision: str, target: Runner, draft: Runner | None,
-            progress: Callable[[], None] = lambda: None) -> None:
+    def add(
+        self, trace: Trace, precision: str, target: Runner, draft: Runner | None, progress: Callable[[], None] = lambda: None
+    ) -> None:
         """Runs target (and draft) along the texts. Calls `progress` after each text."""
         parts: dict[float, list[dict[str, Tensor]]] = {}
         plain: list[Tensor] = []
@@ -158,7 +169,7 @@ class Tracer:
         for prompt, output in zip(trace.texts.prompts, trace.texts.outputs, strict=True):
             drafts = text_logits(draft, prompt, output) if draft is not None else None
             for index, logits in enumerate(text_logits(target, prompt, output)):
-                text = torch.tensor(output[index * _CHUNK:index * _CHUNK + logits.shape[0]])
+                text = torch.tensor(output[index * _CHUNK : index * _CHUNK + logits.shape[0]])
                 p = probabilities(logits, self.full_support).cpu()
                 plain.append(p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double().log())
                 q_logits = drafts[index] if drafts is not None else None
@@ -178,8 +189,9 @@ class Tracer:
             return GreedyLaw
         return OneHotLaw if self.ngram is not None else BinnedLaw
 
-    def _laws(self, trace: Trace, p: Tensor, q_logits: Tensor | None, text: Tensor,
-              first: int) -> list[tuple[float, dict[str, Tensor]]]:
+    def _laws(
+        self, trace: Trace, p: Tensor, q_logits: Tensor | None, text: Tensor, first: int
+    ) -> list[tuple[float, dict[str, Tensor]]]:
         if q_logits is None:
             place = slice(first, first + len(text))
             confidence = torch.from_numpy(trace.chain[place, 0].copy())
@@ -205,8 +217,12 @@ def save_trace(path: Path, traces: dict[str, Trace]) -> None:
             for name in law.__dataclass_fields__:  # type: ignore[attr-defined]
                 if not name.startswith("_"):
                     tensors[f"{half}/law/{kind}/{precision}/{tau}/{name}"] = getattr(law, name).contiguous()
-        index[half] = {"reference": trace.reference, "prompts": trace.texts.prompts, "outputs": trace.texts.outputs,
-                       "limited": trace.texts.limited}
+        index[half] = {
+            "reference": trace.reference,
+            "prompts": trace.texts.prompts,
+            "outputs": trace.texts.outputs,
+            "limited": trace.texts.limited,
+        }
     temporary = path.with_suffix(".partial")
     save_file(tensors, temporary, metadata={"schema": "lossytune.trace/1", "index": json.dumps(index)})
     temporary.replace(path)
@@ -243,4 +259,6 @@ def load_trace(path: Path) -> dict[str, Trace]:
 
 def reference_texts(prompts: Sequence[list[int]], references: Sequence[list[int]], limit: int) -> Texts:
     """Texts of the task's human references, cut at `limit` tokens."""
-    return Texts(list(map(list, prompts)), [list(ids[:limit]) for ids in references], [len(ids) >= limit for ids in references])
+    return Texts(
+        list(map(list, prompts)), [list(ids[:limit]) for ids in references], [len(ids) >= limit for ids in references]
+    )

@@ -46,23 +46,36 @@ class Workload:
     sha256: str
 
 
-TASKS: dict[str, Task] = {task.name: task for task in (
-    Task("dialogue", Sampling(temperature=0.7), ("dialogue.jsonl",)),
-    Task("multiturn", Sampling(temperature=0.7), ("multiturn.jsonl",)),
-    Task("code", Sampling(temperature=0.2), ("code.jsonl",)),
-    Task("summarization", Sampling(temperature=0.3), ("summarization.jsonl",)),
-    Task("longdoc", Sampling(temperature=0.3), ("longdoc.jsonl",)),
-    Task("math", Sampling(temperature=0.2), (), "one wrong step makes a proof or a result wrong"),
-    Task("legal", Sampling(temperature=0.2), (), "a changed word can change what a text binds to"),
-)}
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("dialogue", Sampling(temperature=0.7), ("dialogue.jsonl",)),
+        Task("multiturn", Sampling(temperature=0.7), ("multiturn.jsonl",)),
+        Task("code", Sampling(temperature=0.2), ("code.jsonl",)),
+        Task("summarization", Sampling(temperature=0.3), ("summarization.jsonl",)),
+        Task("longdoc", Sampling(temperature=0.3), ("longdoc.jsonl",)),
+        Task("math", Sampling(temperature=0.2), (), "one wrong step makes a proof or a result wrong"),
+        Task("legal", Sampling(temperature=0.2), (), "a changed word can change what a text binds to"),
+    )
+}
 
 #: columns of common data sets that hold the prompt and the reference, first match wins; the instruction goes before it
-_PROMPT_COLUMNS = {"article": "Summarize the following article.\n\n", "document": "Summarize the following document.\n\n",
-                   "prompt": "", "instruction": "", "question": "", "dialogue": "Summarize the following dialogue.\n\n",
-                   "text": "", "content": ""}
+_PROMPT_COLUMNS = {
+    "article": "Summarize the following article.\n\n",
+    "document": "Summarize the following document.\n\n",
+    "prompt": "",
+    "instruction": "",
+    "question": "",
+    "dialogue": "Summarize the following dialogue.\n\n",
+    "text": "",
+    "content": "",
+}
 _REFERENCE_COLUMNS = ("reference", "highlights", "summary", "answer", "output", "response", "completion")
-_HUB_CONFIGS = {"cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0"), "abisee/cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0"),
-                "xsum": ("EdinburghNLP/xsum", None)}
+_HUB_CONFIGS = {
+    "cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0"),
+    "abisee/cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0"),
+    "xsum": ("EdinburghNLP/xsum", None),
+}
 _DATA_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -74,12 +87,22 @@ def find_task(name: str) -> Task:
 
 
 def _check_messages(value: Any, place: str) -> Messages:
-    fine = isinstance(value, list) and value and all(
-        isinstance(part, dict) and part.get("role") in ("system", "user", "assistant")
-        and isinstance(part.get("content"), str) and part["content"].strip() for part in value)
+    fine = (
+        isinstance(value, list)
+        and value
+        and all(
+            isinstance(part, dict)
+            and part.get("role") in ("system", "user", "assistant")
+            and isinstance(part.get("content"), str)
+            and part["content"].strip()
+            for part in value
+        )
+    )
     if not fine or value[-1]["role"] != "user":
-        raise ConfigurationError(f"{place}: messages must be a list of {{'role': system|user|assistant, 'content': text}} "
-                                 f"that ends with a user's message")
+        raise ConfigurationError(
+            f"{place}: messages must be a list of {{'role': system|user|assistant, 'content': text}} "
+            f"that ends with a user's message"
+        )
     return [{"role": part["role"], "content": part["content"]} for part in value]
 
 
@@ -148,14 +171,24 @@ def _from_dataset(name: str, limit: int) -> list[Item]:
         raise ConfigurationError(f"dataset {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     columns = rows.column_names
     if "messages" in columns:
-        return [_item(dict(row), index, f"{name}, row {index}") for index, row in enumerate(rows.select(range(min(limit, len(rows)))))]
+        return [
+            _item(dict(row), index, f"{name}, row {index}")
+            for index, row in enumerate(rows.select(range(min(limit, len(rows)))))
+        ]
     prompt = next((column for column in _PROMPT_COLUMNS if column in columns), None)
     if prompt is None:
-        raise ConfigurationError(f"dataset {name!r} has the columns {columns}; one of messages, {', '.join(_PROMPT_COLUMNS)} is needed")
+        raise ConfigurationError(
+            f"dataset {name!r} has the columns {columns}; one of messages, {', '.join(_PROMPT_COLUMNS)} is needed"
+        )
     reference = next((column for column in _REFERENCE_COLUMNS if column in columns and column != prompt), None)
-    return [Item(str(index), [{"role": "user", "content": _PROMPT_COLUMNS[prompt] + str(row[prompt])}],
-                 str(row[reference]) if reference else None)
-            for index, row in enumerate(rows.select(range(min(limit, len(rows)))))]
+    return [
+        Item(
+            str(index),
+            [{"role": "user", "content": _PROMPT_COLUMNS[prompt] + str(row[prompt])}],
+            str(row[reference]) if reference else None,
+        )
+        for index, row in enumerate(rows.select(range(min(limit, len(rows)))))
+    ]
 
 
 def load_workload(task_name: str, prompts: Path | None = None, dataset: str | None = None, texts: int = 16) -> Workload:
@@ -176,7 +209,9 @@ def load_workload(task_name: str, prompts: Path | None = None, dataset: str | No
     else:
         raise ConfigurationError(f"task {task.name!r} has no bundled prompts; give --prompts FILE.jsonl or --dataset NAME")
     if len(items) < 2:
-        raise ConfigurationError(f"{source} holds {len(items)} prompts; at least 2 are needed (one to search on, one to confirm)")
+        raise ConfigurationError(
+            f"{source} holds {len(items)} prompts; at least 2 are needed (one to search on, one to confirm)"
+        )
     search, confirm = tuple(items[0::2][:texts]), tuple(items[1::2][:texts])
     return Workload(task, source, search, confirm, _hash(search + confirm))
 

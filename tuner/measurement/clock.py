@@ -22,8 +22,14 @@ def synchronise(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def ratio_interval(tokens: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]], base_tokens: Sequence[Sequence[float]],
-                   base_seconds: Sequence[Sequence[float]], resamples: int = 2000, seed: int = 0) -> tuple[float, float] | None:
+def ratio_interval(
+    tokens: Sequence[Sequence[float]],
+    seconds: Sequence[Sequence[float]],
+    base_tokens: Sequence[Sequence[float]],
+    base_seconds: Sequence[Sequence[float]],
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float] | None:
     """95 % interval of a ratio of speeds, resampling whole blocks: both sides of a ratio come from the same blocks.
 
     Each argument: a list of blocks, each a list of runs. None when there are fewer than 3 blocks.

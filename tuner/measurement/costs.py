@@ -16,9 +16,10 @@ import torch
 
 from lossyspec.decoding import Job, decode
 from lossyspec.drafting import Draft, NgramDraft, Proposal, Request
+from lossyspec.errors import ConfigurationError
 from lossyspec.records import write_text
 from lossyspec.runner import Runner
-from lossyspec.settings import MAX_DRAFT_LENGTH, Sampling, Settings
+from lossyspec.settings import MAX_DRAFT_LENGTH, Precision, Sampling, Settings, make_settings
 from lossyspec.stats import Stats
 from lossyspec.stopping import Stopping
 from lossyspec.verification import judge
@@ -48,7 +49,9 @@ class _Scripted:
     def propose(self, request: Request) -> Proposal:
         length = self.lengths[self.round]
         self.round += 1
-        tokens = torch.randint(self.vocab_size, (len(request.prefixes), length), generator=request.generator, device=self.device)
+        tokens = torch.randint(
+            self.vocab_size, (len(request.prefixes), length), generator=request.generator, device=self.device
+        )
         return Proposal(tokens, [length] * len(request.prefixes), None, 0)
 
 
@@ -66,16 +69,45 @@ class CostTable:
 
     def dump(self) -> dict[str, Any]:
         """As JSON data."""
+
         def flat(table: dict[Any, Any]) -> dict[str, Any]:
             return {"/".join(map(str, key)) if isinstance(key, tuple) else str(key): value for key, value in table.items()}
 
-        return {"schema": "lossytune.costs/1", "context": self.context, "round_s": flat(self.round_s),
-                "draft_step_s": flat(self.draft_step_s), "lookup_s": flat(self.lookup_s), "judge_s": flat(self.judge_s),
-                "spread": flat(self.spread)}
+        return {
+            "schema": "lossytune.costs/1",
+            "context": self.context,
+            "round_s": flat(self.round_s),
+            "draft_step_s": flat(self.draft_step_s),
+            "lookup_s": flat(self.lookup_s),
+            "judge_s": flat(self.judge_s),
+            "spread": flat(self.spread),
+        }
 
     def write(self, path: Path) -> None:
         """Writes costs.json."""
         write_text(path, json.dumps(self.dump(), indent=2) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> CostTable:
+        """Reads what `write` wrote. Raises ConfigurationError for another file."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["schema"] != "lossytune.costs/1":
+                raise ConfigurationError(f"{path}: schema is {data['schema']!r}; expected 'lossytune.costs/1'")
+
+            def pairs(name: str) -> dict[tuple[str, int], Any]:
+                return {(key.rpartition("/")[0], int(key.rpartition("/")[2])): value for key, value in data[name].items()}
+
+            return CostTable(
+                data["context"],
+                pairs("round_s"),
+                pairs("draft_step_s"),
+                {int(key): value for key, value in data["lookup_s"].items()},
+                pairs("judge_s"),
+                pairs("spread"),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{path}: not a cost table ({error})") from None
 
 
 class CostMeter:
@@ -85,8 +117,16 @@ class CostMeter:
     `context` tokens; clock: replaced in tests.
     """
 
-    def __init__(self, runners: Callable[[str], tuple[Runner, Draft | None]], prompts: list[list[int]], context: int,
-                 sampling: Sampling, max_draft_length: int, clock: Clock = default_clock, repeats: int = _REPEATS) -> None:
+    def __init__(
+        self,
+        runners: Callable[[Precision], tuple[Runner, Draft | None]],
+        prompts: list[list[int]],
+        context: int,
+        sampling: Sampling,
+        max_draft_length: int,
+        clock: Clock = default_clock,
+        repeats: int = _REPEATS,
+    ) -> None:
         self.runners = runners
         self.prompts = prompts
         self.sampling = sampling
@@ -118,7 +158,7 @@ class CostMeter:
                 break
         return stats
 
-    def round_s(self, precision: str, batch: int) -> list[float]:
+    def round_s(self, precision: Precision, batch: int) -> list[float]:
         """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch; all lengths interleaved."""
         key = (precision, batch)
         if key not in self.table.round_s:
@@ -129,15 +169,21 @@ class CostMeter:
                 order += lengths if repeat % 2 == 0 else lengths[::-1]
             draft = _Scripted(order, target.vocab_size, target.device)
             stats = self._decode(target, draft, batch, len(order), Settings(rule="exact", draft_length=MAX_DRAFT_LENGTH))
-            kept = list(zip(order, stats.round_times_s, strict=True))[len(lengths) * _WARM_UP:]
+            kept = list(zip(order, stats.round_times_s, strict=True))[len(lengths) * _WARM_UP :]
             samples = [[seconds for length, seconds in kept if length == wanted] for wanted in lengths]
             medians = [float(np.median(part)) for part in samples]
             self.table.round_s[key] = medians
-            self.table.spread[key] = float(np.mean([np.median(np.abs(np.array(part) - middle)) / middle
-                                                    for part, middle in zip(samples, medians, strict=True)]))
+            self.table.spread[key] = float(
+                np.mean(
+                    [
+                        np.median(np.abs(np.array(part) - middle)) / middle
+                        for part, middle in zip(samples, medians, strict=True)
+                    ]
+                )
+            )
         return self.table.round_s[key]
 
-    def draft_step_s(self, precision: str, batch: int) -> float:
+    def draft_step_s(self, precision: Precision, batch: int) -> float:
         """Median seconds of one step of the draft model; 0 when the draft is not a model."""
         key = (precision, batch)
         if key not in self.table.draft_step_s:
@@ -186,12 +232,13 @@ class CostMeter:
         p, q = logits.softmax(-1), (logits[:, :width] + noise).softmax(-1)
         proposal = Proposal(q.argmax(-1), [width] * batch, q, width)
         uniforms = torch.rand(batch, width + 1, generator=generator, device=device)
+        settings = make_settings(rule=rule, alpha=0.3)
         alpha = torch.full((batch, width), 0.3, device=device)
         samples = []
         for _ in range(_JUDGE_REPEATS + 1):
             synchronise(device)
             began = self.clock()
-            judge(p, proposal, Settings(rule=rule, alpha=0.3), alpha, uniforms, greedy=False)  # type: ignore[arg-type]
+            judge(p, proposal, settings, alpha, uniforms, greedy=False)
             synchronise(device)
             samples.append(self.clock() - began)
         return float(np.median(samples[1:]))

@@ -26,9 +26,19 @@ class Contestant:
     run: Callable[[list[list[int]], int], BlockRecord]
 
 
-def measure_blocks(contestants: Sequence[Contestant], prompts: Sequence[list[int]], *, budget_s: float, min_blocks: int,
-                   max_blocks: int, seed: int, on_run: Callable[[BlockRecord], None], stop: Callable[[], bool],
-                   clock: Clock = default_clock, done: Sequence[BlockRecord] = ()) -> list[BlockRecord]:
+def measure_blocks(
+    contestants: Sequence[Contestant],
+    prompts: Sequence[list[int]],
+    *,
+    budget_s: float,
+    min_blocks: int,
+    max_blocks: int,
+    seed: int,
+    on_run: Callable[[BlockRecord], None],
+    stop: Callable[[], bool],
+    clock: Clock = default_clock,
+    done: Sequence[BlockRecord] = (),
+) -> list[BlockRecord]:
     """Runs blocks until the budget, and at least `min_blocks`; an even number, so that both orders count alike.
 
     done: runs of an interrupted measurement; only its finished blocks are kept. The first block is preceded by one short
@@ -63,7 +73,9 @@ def _block_s(runs: Sequence[BlockRecord], blocks: int) -> float:
     return sum(record.total_s for record in runs) / blocks if blocks else 0.0
 
 
-def _blocks(runs: Sequence[BlockRecord], name: str, seconds: Callable[[BlockRecord], float]) -> tuple[list[list[float]], list[list[float]]]:
+def _blocks(
+    runs: Sequence[BlockRecord], name: str, seconds: Callable[[BlockRecord], float]
+) -> tuple[list[list[float]], list[list[float]]]:
     mine = [record for record in runs if record.contestant == name]
     return [[float(record.tokens)] for record in mine], [[seconds(record)] for record in mine]
 
@@ -94,7 +106,7 @@ def repetition(outputs: Sequence[Sequence[int]], size: int = 4) -> float | None:
     """Share of n-grams that occurred before in the same output; None when no output is long enough."""
     total = repeated = 0
     for output in outputs:
-        grams = [tuple(output[place:place + size]) for place in range(len(output) - size + 1)]
+        grams = [tuple(output[place : place + size]) for place in range(len(output) - size + 1)]
         total += len(grams)
         repeated += len(grams) - len(set(grams))
     return repeated / total if total else None
@@ -108,13 +120,18 @@ def _depths(mine: Sequence[BlockRecord]) -> tuple[list[int], list[int]]:
     width = max((len(record.drafted_at) for record in mine), default=0)
     drafted, accepted = np.zeros(width, dtype=int), np.zeros(width, dtype=int)
     for record in mine:
-        drafted[:len(record.drafted_at)] += np.array(record.drafted_at, dtype=int)
-        accepted[:len(record.accepted_at)] += np.array(record.accepted_at, dtype=int)
+        drafted[: len(record.drafted_at)] += np.array(record.drafted_at, dtype=int)
+        accepted[: len(record.accepted_at)] += np.array(record.accepted_at, dtype=int)
     return drafted.tolist(), accepted.tolist()
 
 
-def summarise(runs: Sequence[BlockRecord], name: str, plain: str, predicted: Prediction,
-              generated_perplexity: Callable[[Sequence[Any]], float] | None = None) -> Measurement:
+def summarise(
+    runs: Sequence[BlockRecord],
+    name: str,
+    plain: str,
+    predicted: Prediction,
+    generated_perplexity: Callable[[Sequence[Any]], float] | None = None,
+) -> Measurement:
     """All measured figures of one contestant. generated_perplexity: of outputs under the target, for the drift alarm."""
     mine = [record for record in runs if record.contestant == name]
     base = [record for record in runs if record.contestant == plain]
@@ -128,13 +145,22 @@ def summarise(runs: Sequence[BlockRecord], name: str, plain: str, predicted: Pre
     if generated_perplexity is not None and name != plain:
         drift = generated_perplexity(mine) / generated_perplexity(base)
     return Measurement(
-        speedup=speedup, end_to_end_speedup=speed_ratio(runs, name, plain, end_to_end=True),
-        tokens_per_s=tokens_per_s(runs, name), plain_tokens_per_s=tokens_per_s(runs, plain), tokens_per_round=per_round,
-        drafted_per_round=sum(drafted) / rounds, acceptance=sum(accepted) / sum(drafted) if sum(drafted) else None,
+        speedup=speedup,
+        end_to_end_speedup=speed_ratio(runs, name, plain, end_to_end=True),
+        tokens_per_s=tokens_per_s(runs, name),
+        plain_tokens_per_s=tokens_per_s(runs, plain),
+        tokens_per_round=per_round,
+        drafted_per_round=sum(drafted) / rounds,
+        acceptance=sum(accepted) / sum(drafted) if sum(drafted) else None,
         acceptance_by_depth=tuple(kept / tried for kept, tried in zip(accepted, drafted, strict=True) if tried),
-        tokens=tokens, rounds=rounds, blocks=len({record.block for record in mine}),
+        tokens=tokens,
+        rounds=rounds,
+        blocks=len({record.block for record in mine}),
         ttft_ms=1000 * float(np.mean(first)) if first else None,
         itl_ms={f"p{level}": 1000 * float(np.percentile(gaps, level)) for level in (50, 95, 99)} if len(gaps) else None,
-        length_ratio=float(lengths[0] / lengths[1]), repetition=repetition(_outputs(mine)), generated_perplexity_ratio=drift,
+        length_ratio=float(lengths[0] / lengths[1]),
+        repetition=repetition(_outputs(mine)),
+        generated_perplexity_ratio=drift,
         prediction_error=predicted.speedup / speedup.value - 1,
-        tokens_per_round_error=predicted.tokens_per_round / per_round - 1)
+        tokens_per_round_error=predicted.tokens_per_round / per_round - 1,
+    )
