@@ -265,7 +265,7 @@ def require_precision(info: HardwareInfo, precision: str) -> None:
     reasons = supported_precisions(info)
     if precision not in reasons:
         raise LossyspecError(f"precision {precision!r} is not one of {', '.join(reasons)}." + nearest(precision, reasons))
-    reason = reasons[precision]  # type: ignore[index]
+    reason = reasons[precision]
     if reason is not None:
         usable = ", ".join(name for name, why in reasons.items() if why is None)
         raise EnvironmentProblem(f"{precision} cannot be used: {reason}; use one of: {usable}")

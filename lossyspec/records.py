@@ -253,7 +253,7 @@ def read_record(path: Path, kind: type[RecordT]) -> RecordT:
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path}: not a readable JSON file ({error})") from None
+        raise ConfigurationError(f"{path}: not a JSON file ({error})") from None
     return parse(data, kind, str(path))
 
 

@@ -333,7 +333,8 @@ def generate(
     accepted = f"{stats.accepted} of {stats.drafted} drafted tokens accepted" if stats.drafted else "nothing drafted"
     click.echo(
         f"[profile: {decoder.match.level}; {stats.tokens} tokens in {stats.rounds} rounds, "
-        f"{stats.tokens_per_round:.2f} a round; {accepted}; {stats.tokens_per_s:.1f} tokens/s; ended by {last.finish_reason}]",
+        f"{stats.tokens_per_round:.2f} a round; {accepted}; {stats.tokens_per_s:.1f} tokens/s; "
+        f"ended by {last.finish_reason}]",
         err=True,
     )
 

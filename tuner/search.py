@@ -286,7 +286,14 @@ class Search:
     def _meter(self, trace: Trace) -> CostMeter:
         prompts = trace.texts.prompts
         lengths = sorted(len(prompt) + len(output) // 2 for prompt, output in zip(prompts, trace.texts.outputs, strict=True))
-        return CostMeter(self.pool.runners, prompts, lengths[len(lengths) // 2], self.sampling, self.config.max_draft_length)
+        return CostMeter(
+            self.pool.runners,
+            prompts,
+            lengths[len(lengths) // 2],
+            self.sampling,
+            self.config.max_draft_length,
+            precision=self.reference,
+        )
 
     def _stored_costs(self, meter: CostMeter, folder: RunFolder) -> None:
         """On resume the costs measured before hold for the search; the live runs are measured anew in any case."""

@@ -114,7 +114,7 @@ class CostMeter:
     """Measures cells of a cost table on first use.
 
     runners(precision) gives the target (and the draft model or None); prompts: typical prompts, cut or repeated to
-    `context` tokens; clock: replaced in tests.
+    `context` tokens; precision: of the target whose vocabulary `judge_s` is timed with; clock: replaced in tests.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class CostMeter:
         max_draft_length: int,
         clock: Clock = default_clock,
         repeats: int = _REPEATS,
+        precision: Precision = "fp32",
     ) -> None:
         self.runners = runners
         self.prompts = prompts
@@ -133,6 +134,7 @@ class CostMeter:
         self.max_draft_length = max_draft_length
         self.clock = clock
         self.repeats = repeats
+        self.precision = precision
         self.table = CostTable(context)
 
     def _rows(self, batch: int) -> list[list[int]]:
@@ -219,7 +221,7 @@ class CostMeter:
         if rule == "exact" or not dense:
             return 0.0
         if key not in self.table.judge_s:
-            target, _ = self.runners(next(iter({precision for precision, _ in self.table.round_s}), "fp32"))
+            target, _ = self.runners(self.precision)
             self.table.judge_s[key] = max(0.0, self._judge(rule, batch, target) - self._judge("exact", batch, target))
         return self.table.judge_s[key]
 
