@@ -13,11 +13,10 @@ from typing import Any
 import pynvml
 import pytest
 
+from lossyspec.device_names import canonical_cpu_name, canonical_device_name
 from lossyspec.errors import EnvironmentProblem, LossyspecError
 from lossyspec.hardware import (
     HardwareInfo,
-    canonical_cpu_name,
-    canonical_device_name,
     detect_hardware,
     device_name,
     render_lines,
