@@ -246,13 +246,23 @@ def parse(data: Any, kind: type[RecordT], place: str) -> RecordT:
         raise ConfigurationError(f"{place}: {validation_message(error, dict(kind.model_fields))}") from None
 
 
-def read_record(path: Path, kind: type[RecordT]) -> RecordT:
-    """Reads one record; raises ConfigurationError for a missing, broken or unlike file."""
+def _read_text(path: Path) -> str:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def read_record(path: Path, kind: type[RecordT]) -> RecordT:
+    """Reads one record; raises ConfigurationError for a missing, broken or unlike file."""
+    text = _read_text(path)
+    try:
+        data = json.loads(text)
+    except ValueError as error:
         raise ConfigurationError(f"{path}: not a JSON file ({error})") from None
     return parse(data, kind, str(path))
 
@@ -261,10 +271,7 @@ def read_records(path: Path, kind: type[RecordT]) -> Iterator[RecordT]:
     """Reads a .jsonl file line by line. A last line cut off by a crash is skipped; any other broken line raises."""
     if not path.exists():
         return
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error})") from None
+    lines = _read_text(path).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -11,8 +11,8 @@ from .errors import ConfigurationError, nearest
 Rule = Literal["exact", "mixture", "optimal", "priced", "lenience", "typical", "fuzzy"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
-RULES: tuple[str, ...] = get_args(Rule)
-PRECISIONS: tuple[str, ...] = get_args(Precision)
+RULES: tuple[Rule, ...] = get_args(Rule)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 #: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
 PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
 MAX_DRAFT_LENGTH = 16

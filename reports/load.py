@@ -81,21 +81,11 @@ def load_run(folder: Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigurationError(f"{folder}: no such run folder")
-    manifest = _guarded(folder / "manifest.json", lambda path: read_record(path, RunManifest))
-    trials = _guarded(folder / "trials.jsonl", lambda path: tuple(read_records(path, TrialRecord)))
+    manifest = read_record(folder / "manifest.json", RunManifest)
+    trials = tuple(read_records(folder / "trials.jsonl", TrialRecord))
     front_path = folder / "front.json"
-    front = _guarded(front_path, lambda path: read_record(path, Front)) if front_path.exists() else None
+    front = read_record(front_path, Front) if front_path.exists() else None
     return Run(folder, manifest, trials, front)
-
-
-def _guarded(path: Path, read: Any) -> Any:
-    """What `read` returns; file errors that it lets through become a ConfigurationError with the path."""
-    try:
-        return read(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def machine_name(hardware: dict[str, Any]) -> str:

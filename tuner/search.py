@@ -13,33 +13,27 @@ from typing import Any
 
 import psutil
 
-from lossyspec.decoder import prompt_ids
 from lossyspec.errors import ConfigurationError, EnvironmentProblem, NoFeasiblePoint
 from lossyspec.hardware import HardwareInfo, detect_hardware, device_name, supported_precisions, used_gpu
 from lossyspec.profile import Profile, user_profile_folder, write_profile
-from lossyspec.records import BlockRecord, Front, RunManifest, TrialRecord
-from lossyspec.settings import NgramSettings, Sampling, Settings
+from lossyspec.records import Front, RunManifest, TrialRecord
+from lossyspec.settings import PRECISIONS, Sampling
 from lossyspec.versions import versions
 
 from .config import SearchConfig
 from .confirmation import Confirmed, build_profile, confirm
-from .measurement.costs import CostMeter, CostTable
-from .measurement.live import Contestant, measure_blocks
 from .models import ModelPool
 from .objective import Objective
 from .progress import Reporter
 from .replay import Replay
 from .search_space import SearchSpace, build_space
 from .selection import to_confirm
+from .stages import Work, make_meter, make_traces, measure_costs, measure_live, search_trials
 from .store import RunFolder, new_folder, refuse_changes, unfinished_folder
-from .study import Limits, Study
-from .trace import Texts, Trace, Tracer, load_trace, reference_texts, save_trace
-from .workloads import Item, Workload, load_workload
+from .workloads import Workload, load_workload
 
 #: share of the machine that others may use before the numbers are called disturbed
 _BUSY_SHARE = 0.25
-_MIN_BLOCKS, _MAX_BLOCKS = 6, 32
-_LIVE_SHARE = 0.5
 _FREE_ON_RESUME = ("budget_s", "trials", "strict", "storage")
 
 
@@ -85,7 +79,19 @@ class Search:
             self.workload.task.unsuitable,
         )
         #: perplexity ratios are against the target in the widest format of the space
-        self.reference = next(name for name in ("fp32", "bf16", "fp16") if name in self.space.precisions)
+        self.reference = next(name for name in PRECISIONS if name in self.space.precisions)
+        self.work = Work(
+            config,
+            self.workload,
+            self.sampling,
+            self.hardware,
+            self.pool,
+            self.space,
+            self.reference,
+            reporter,
+            stop,
+            self.began,
+        )
 
     # the steps, in order
 
@@ -104,15 +110,15 @@ class Search:
             raise
 
     def _steps(self, folder: RunFolder, manifest: RunManifest) -> Result:
-        traces = self._timed("trace", lambda: self._traces(folder))
+        traces = self._timed("trace", lambda: make_traces(self.work, folder))
         replay = Replay(traces["search"])
-        meter = self._meter(traces["search"])
+        meter = make_meter(self.work, traces["search"])
         objective = Objective(replay, meter, self.space.precisions, self.pool.dense)
-        self._timed("costs", lambda: self._costs(meter, folder))
-        study = self._timed("search", lambda: self._search(objective, folder))
+        self._timed("costs", lambda: measure_costs(self.work, meter, folder))
+        study = self._timed("search", lambda: search_trials(self.work, objective, folder))
         chosen = to_confirm(study.records, self.config.max_quality_loss)
         self._refuse_infeasible(chosen, study.records)
-        blocks = self._timed("live", lambda: self._live(chosen, traces, folder))
+        blocks = self._timed("live", lambda: measure_live(self.work, chosen, traces, folder))
         confirmed = self._timed(
             "confirmation",
             lambda: confirm(chosen, blocks, traces, self.pool, self.config.max_quality_loss, self.sampling.temperature),
@@ -231,130 +237,6 @@ class Search:
         self.reporter.say(f"run folder: {folder.path}")
         return folder, manifest
 
-    # trace
-
-    def _traces(self, folder: RunFolder) -> dict[str, Trace]:
-        if folder.trace.exists():
-            self.reporter.say("trace: from the run folder")
-            return load_trace(folder.trace)
-        texts = self._sampled_texts()
-        tracer = Tracer(self.sampling, None if self.pool.dense else NgramSettings(), self.config.max_draft_length)
-        traces: dict[str, Trace] = {}
-        count = sum(len(part.prompts) for part in texts.values()) * len(self.space.precisions)
-        with self.reporter.steps(
-            f"tracing {sum(part.tokens for part in texts.values())} tokens in {', '.join(self.space.precisions)}", count
-        ) as step:
-            for half, part in texts.items():
-                traces[half] = tracer.begin(part, self.reference)
-                for precision in self.space.precisions:
-                    decoder = self.pool.decoder(precision)
-                    draft = getattr(decoder.draft, "runner", None)
-                    tracer.add(traces[half], precision, decoder.target, draft, step.advance)
-        save_trace(folder.trace, traces)
-        return traces
-
-    def _prompts(self, items: Sequence[Item]) -> list[list[int]]:
-        tokenizer = self.pool.decoder(self.reference).tokenizer
-        return [prompt_ids(tokenizer, item.messages) for item in items]
-
-    def _sampled_texts(self) -> dict[str, Texts]:
-        """Texts drawn from the reference target itself for both halves, and the references of the confirmation half."""
-        decoder, limit = self.pool.decoder(self.reference), self.config.max_new_tokens
-        full = Sampling(temperature=self.sampling.temperature)
-        texts: dict[str, Texts] = {}
-        for half, items, seed in (("search", self.workload.search, 1), ("confirm", self.workload.confirm, 2)):
-            self.reporter.say(f"sampling {len(items)} texts of at most {limit} tokens from the target ({half} half)")
-            prompts = self._prompts(items)
-            drawn = decoder.generate_ids(
-                prompts, limit, seed=1000 * self.config.seed + seed, settings=Settings(draft_length=0), **full.model_dump()
-            )
-            texts[half] = Texts(
-                prompts, [answer.tokens for answer in drawn], [answer.finish_reason == "length" for answer in drawn]
-            )
-        known = [
-            (prompt, item.reference)
-            for prompt, item in zip(texts["confirm"].prompts, self.workload.confirm, strict=True)
-            if item.reference
-        ]
-        if known and self.sampling.temperature > 0:
-            ids = [decoder.tokenizer(reference, add_special_tokens=False)["input_ids"] for _, reference in known]
-            texts["references"] = reference_texts([prompt for prompt, _ in known], ids, limit)
-        return texts
-
-    # costs and search
-
-    def _meter(self, trace: Trace) -> CostMeter:
-        prompts = trace.texts.prompts
-        lengths = sorted(len(prompt) + len(output) // 2 for prompt, output in zip(prompts, trace.texts.outputs, strict=True))
-        return CostMeter(
-            self.pool.runners,
-            prompts,
-            lengths[len(lengths) // 2],
-            self.sampling,
-            self.config.max_draft_length,
-            precision=self.reference,
-        )
-
-    def _stored_costs(self, meter: CostMeter, folder: RunFolder) -> None:
-        """On resume the costs measured before hold for the search; the live runs are measured anew in any case."""
-        if folder.costs.exists():
-            meter.table = CostTable.read(folder.costs)
-
-    def _costs(self, meter: CostMeter, folder: RunFolder) -> None:
-        self._stored_costs(meter, folder)
-        cells = [(precision, batch) for batch in self.space.batch_sizes for precision in self.space.precisions]
-        with self.reporter.steps(
-            f"measuring the cost of a round ({', '.join(self.space.precisions)}; batch "
-            f"{', '.join(map(str, self.space.batch_sizes))})",
-            len(cells),
-        ) as step:
-            for precision, batch in cells:
-                meter.round_s(precision, batch)
-                meter.draft_step_s(precision, batch)
-                step.advance()
-                if self.stop():
-                    break
-        meter.table.write(folder.costs)
-
-    def _search(self, objective: Objective, folder: RunFolder) -> Study:
-        here, context = self.pool.here(), max(map(len, objective.replay.trace.texts.prompts)) + self.config.max_new_tokens
-        limit = _memory_limit_bytes(self.hardware)
-        limits = Limits(
-            self.config.max_quality_loss, limit, lambda settings, batch: self.pool.memory_bytes(settings, batch, context)
-        )
-        digest = self.space.digest(
-            here.target.weights_sha256 or "",
-            here.draft.weights_sha256 or "ngram",
-            self.workload.sha256,
-            here.device.name,
-            str(self.config.max_quality_loss),
-            str(self.sampling),
-        )
-        study = Study(
-            self.space,
-            objective,
-            limits,
-            folder.add_trial,
-            seed=self.config.seed,
-            name=f"{self.config.task}-{digest[:12]}",
-            storage=self.config.storage,
-            done=folder.trials(),
-        )
-        if not study.records:
-            study.enqueue_baselines()
-        share = self.began + (1 - _LIVE_SHARE) * self.config.budget_s
-        least = min(self.config.trials, 60)
-        with self.reporter.steps(f"searching {self.config.trials} configurations by replay", self.config.trials) as step:
-            study.run(
-                self.config.trials, lambda: self.stop() or (monotonic() > share and len(study.records) >= least), step.at
-            )
-        states = [record.state for record in study.records]
-        self.reporter.say(
-            f"{len(states)} trials: {states.count('complete')} complete, {states.count('infeasible')} over the loss limit, "
-            f"{states.count('failed')} failed"
-        )
-        return study
-
     def _refuse_infeasible(self, chosen: Sequence[TrialRecord], records: Sequence[TrialRecord]) -> None:
         if chosen:
             return
@@ -366,43 +248,6 @@ class Search:
             f"{nearest.predicted.speedup:.2f}x predicted at {nearest.quality.perplexity_ratio.value - 1:+.2%} perplexity, "
             f"{nearest.reason}"
         )
-
-    # live
-
-    def _live(self, chosen: Sequence[TrialRecord], traces: dict[str, Trace], folder: RunFolder) -> list[BlockRecord]:
-        plain = chosen[0]
-        limit = self.config.max_new_tokens
-        contestants = [
-            Contestant(
-                str(record.number),
-                record.batch_size,
-                _named(str(record.number), self.pool.run_settings(record.settings, self.sampling, limit)),
-            )
-            for record in chosen
-        ]
-        outside = self.pool.run_transformers(plain.settings.precision.target, self.sampling, limit)
-        contestants.append(Contestant("transformers", plain.batch_size, _named("transformers", outside)))
-        left = max(self.config.budget_s - (monotonic() - self.began) - 10.0, 0.0)
-        with self.reporter.steps(
-            f"measuring {len(chosen)} points live against plain decoding and transformers, interleaved",
-            _MAX_BLOCKS * len(contestants),
-        ) as step:
-
-            def keep(record: BlockRecord) -> None:
-                folder.add_block(record)
-                step.advance()
-
-            return measure_blocks(
-                contestants,
-                traces["confirm"].texts.prompts,
-                budget_s=left,
-                min_blocks=_MIN_BLOCKS,
-                max_blocks=_MAX_BLOCKS,
-                seed=self.config.seed,
-                on_run=keep,
-                stop=self.stop,
-                done=folder.blocks(),
-            )
 
     # the end
 
@@ -418,18 +263,6 @@ class Search:
         write_profile(kept, profile)
         folder.write_manifest(manifest)
         return Result(folder.path, front, profile, manifest)
-
-
-def _named(name: str, run: Callable[[list[list[int]], int], BlockRecord]) -> Callable[[list[list[int]], int], BlockRecord]:
-    return lambda prompts, seed: run(prompts, seed).model_copy(update={"contestant": name})
-
-
-def _memory_limit_bytes(info: HardwareInfo) -> int | None:
-    gpu = used_gpu(info)
-    if gpu is not None:
-        return gpu.memory_bytes
-    known = [value for value in (info.cpu.memory_bytes, info.cpu.memory_limit_bytes) if value]
-    return min(known) if known else None
 
 
 def peak_memory_bytes() -> int:

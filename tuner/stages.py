@@ -1,0 +1,221 @@
+"""The stages of a search, each from stored inputs to stored outputs: trace, costs, trials, live runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from lossyspec.decoder import prompt_ids
+from lossyspec.hardware import HardwareInfo, used_gpu
+from lossyspec.records import BlockRecord, TrialRecord
+from lossyspec.settings import NgramSettings, Precision, Sampling, Settings
+
+from .config import SearchConfig
+from .measurement.costs import CostMeter, CostTable
+from .measurement.live import Contestant, measure_blocks
+from .models import ModelPool
+from .objective import Objective
+from .progress import Reporter
+from .search_space import SearchSpace
+from .store import RunFolder
+from .study import Limits, Study
+from .trace import Texts, Trace, Tracer, load_trace, reference_texts, save_trace
+from .workloads import Item, Workload
+
+_MIN_BLOCKS, _MAX_BLOCKS = 6, 32
+#: share of the budget that is kept for the live runs
+_LIVE_SHARE = 0.5
+#: seconds of the budget that are kept for what follows the live runs
+_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all stages share. reference: the precision that perplexity ratios are against. began: when the search did."""
+
+    config: SearchConfig
+    workload: Workload
+    sampling: Sampling
+    hardware: HardwareInfo
+    pool: ModelPool
+    space: SearchSpace
+    reference: Precision
+    reporter: Reporter
+    stop: Callable[[], bool]
+    began: float
+
+
+def make_traces(work: Work, folder: RunFolder) -> dict[str, Trace]:
+    """Traces of both halves (and the references) at each precision; from the run folder when it has them."""
+    if folder.trace.exists():
+        work.reporter.say("trace: from the run folder")
+        return load_trace(folder.trace)
+    texts = _sampled_texts(work)
+    tracer = Tracer(work.sampling, None if work.pool.dense else NgramSettings(), work.config.max_draft_length)
+    traces: dict[str, Trace] = {}
+    count = sum(len(part.prompts) for part in texts.values()) * len(work.space.precisions)
+    with work.reporter.steps(
+        f"tracing {sum(part.tokens for part in texts.values())} tokens in {', '.join(work.space.precisions)}", count
+    ) as step:
+        for half, part in texts.items():
+            traces[half] = tracer.begin(part, work.reference)
+            for precision in work.space.precisions:
+                decoder = work.pool.decoder(precision)
+                draft = getattr(decoder.draft, "runner", None)
+                tracer.add(traces[half], precision, decoder.target, draft, step.advance)
+    save_trace(folder.trace, traces)
+    return traces
+
+
+def _prompts(work: Work, items: Sequence[Item]) -> list[list[int]]:
+    tokenizer = work.pool.decoder(work.reference).tokenizer
+    return [prompt_ids(tokenizer, item.messages) for item in items]
+
+
+def _sampled_texts(work: Work) -> dict[str, Texts]:
+    """Texts drawn from the reference target itself for both halves, and the references of the confirmation half."""
+    decoder, limit = work.pool.decoder(work.reference), work.config.max_new_tokens
+    full = Sampling(temperature=work.sampling.temperature)
+    texts: dict[str, Texts] = {}
+    for half, items, seed in (("search", work.workload.search, 1), ("confirm", work.workload.confirm, 2)):
+        work.reporter.say(f"sampling {len(items)} texts of at most {limit} tokens from the target ({half} half)")
+        prompts = _prompts(work, items)
+        drawn = decoder.generate_ids(
+            prompts, limit, seed=1000 * work.config.seed + seed, settings=Settings(draft_length=0), **full.model_dump()
+        )
+        texts[half] = Texts(
+            prompts, [answer.tokens for answer in drawn], [answer.finish_reason == "length" for answer in drawn]
+        )
+    known = [
+        (prompt, item.reference)
+        for prompt, item in zip(texts["confirm"].prompts, work.workload.confirm, strict=True)
+        if item.reference
+    ]
+    if known and work.sampling.temperature > 0:
+        ids = [decoder.tokenizer(reference, add_special_tokens=False)["input_ids"] for _, reference in known]
+        texts["references"] = reference_texts([prompt for prompt, _ in known], ids, limit)
+    return texts
+
+
+def make_meter(work: Work, trace: Trace) -> CostMeter:
+    """A cost meter at the workload's middle context length."""
+    prompts = trace.texts.prompts
+    lengths = sorted(len(prompt) + len(output) // 2 for prompt, output in zip(prompts, trace.texts.outputs, strict=True))
+    return CostMeter(
+        work.pool.runners,
+        prompts,
+        lengths[len(lengths) // 2],
+        work.sampling,
+        work.config.max_draft_length,
+        precision=work.reference,
+    )
+
+
+def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
+    """Fills the cost table for each precision and batch size, and writes it."""
+    if folder.costs.exists():  # on resume they hold for the search; the live runs measure speed anew in any case
+        meter.table = CostTable.read(folder.costs)
+    cells = [(precision, batch) for batch in work.space.batch_sizes for precision in work.space.precisions]
+    with work.reporter.steps(
+        f"measuring the cost of a round ({', '.join(work.space.precisions)}; batch "
+        f"{', '.join(map(str, work.space.batch_sizes))})",
+        len(cells),
+    ) as step:
+        for precision, batch in cells:
+            meter.round_s(precision, batch)
+            meter.draft_step_s(precision, batch)
+            step.advance()
+            if work.stop():
+                break
+    meter.table.write(folder.costs)
+
+
+def search_trials(work: Work, objective: Objective, folder: RunFolder) -> Study:
+    """Searches by replay until the trials or the share of the budget are spent."""
+    here, context = work.pool.here(), max(map(len, objective.replay.trace.texts.prompts)) + work.config.max_new_tokens
+    limit = _memory_limit_bytes(work.hardware)
+    limits = Limits(
+        work.config.max_quality_loss, limit, lambda settings, batch: work.pool.memory_bytes(settings, batch, context)
+    )
+    digest = work.space.digest(
+        here.target.weights_sha256 or "",
+        here.draft.weights_sha256 or "ngram",
+        work.workload.sha256,
+        here.device.name,
+        str(work.config.max_quality_loss),
+        str(work.sampling),
+    )
+    study = Study(
+        work.space,
+        objective,
+        limits,
+        folder.add_trial,
+        seed=work.config.seed,
+        name=f"{work.config.task}-{digest[:12]}",
+        storage=work.config.storage,
+        done=folder.trials(),
+    )
+    if not study.records:
+        study.enqueue_baselines()
+    share = work.began + (1 - _LIVE_SHARE) * work.config.budget_s
+    least = min(work.config.trials, 60)
+    with work.reporter.steps(f"searching {work.config.trials} configurations by replay", work.config.trials) as step:
+        study.run(work.config.trials, lambda: work.stop() or (monotonic() > share and len(study.records) >= least), step.at)
+    states = [record.state for record in study.records]
+    work.reporter.say(
+        f"{len(states)} trials: {states.count('complete')} complete, {states.count('infeasible')} over the loss limit, "
+        f"{states.count('failed')} failed"
+    )
+    return study
+
+
+def measure_live(
+    work: Work, chosen: Sequence[TrialRecord], traces: dict[str, Trace], folder: RunFolder
+) -> list[BlockRecord]:
+    """Runs the chosen points, plain first, against each other and transformers."""
+    plain = chosen[0]
+    limit = work.config.max_new_tokens
+    contestants = [
+        Contestant(
+            str(record.number),
+            record.batch_size,
+            _named(str(record.number), work.pool.run_settings(record.settings, work.sampling, limit)),
+        )
+        for record in chosen
+    ]
+    outside = work.pool.run_transformers(plain.settings.precision.target, work.sampling, limit)
+    contestants.append(Contestant("transformers", plain.batch_size, _named("transformers", outside)))
+    left = max(work.config.budget_s - (monotonic() - work.began) - _END_S, 0.0)
+    with work.reporter.steps(
+        f"measuring {len(chosen)} points live against plain decoding and transformers, interleaved",
+        _MAX_BLOCKS * len(contestants),
+    ) as step:
+
+        def keep(record: BlockRecord) -> None:
+            folder.add_block(record)
+            step.advance()
+
+        return measure_blocks(
+            contestants,
+            traces["confirm"].texts.prompts,
+            budget_s=left,
+            min_blocks=_MIN_BLOCKS,
+            max_blocks=_MAX_BLOCKS,
+            seed=work.config.seed,
+            on_run=keep,
+            stop=work.stop,
+            done=folder.blocks(),
+        )
+
+
+def _named(name: str, run: Callable[[list[list[int]], int], BlockRecord]) -> Callable[[list[list[int]], int], BlockRecord]:
+    return lambda prompts, seed: run(prompts, seed).model_copy(update={"contestant": name})
+
+
+def _memory_limit_bytes(info: HardwareInfo) -> int | None:
+    gpu = used_gpu(info)
+    if gpu is not None:
+        return gpu.memory_bytes
+    known = [value for value in (info.cpu.memory_bytes, info.cpu.memory_limit_bytes) if value]
+    return min(known) if known else None
