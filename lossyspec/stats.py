@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -52,6 +53,21 @@ class Stats:
     def tokens_per_s(self) -> float | None:
         """Tokens over decoding seconds, without prefill."""
         return self.tokens / self.decode_s if self.decode_s > 0 else None
+
+    def summary(self) -> dict[str, Any]:
+        """The main figures by name; None where there is nothing to divide by."""
+        names = (
+            "tokens",
+            "rounds",
+            "tokens_per_round",
+            "drafted",
+            "accepted",
+            "acceptance",
+            "tokens_per_s",
+            "prefill_s",
+            "decode_s",
+        )
+        return {name: getattr(self, name) for name in names}
 
     def count_round(self, drafted: int, accepted: int, tokens: int) -> None:
         """Adds one row's round."""

@@ -1,0 +1,95 @@
+"""`lossytune search`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lossyspec.errors import ConfigurationError, nearest
+from lossyspec.settings import PRECISIONS, RULES, make_sampling
+
+from .cli_common import Interrupts, given, print_json, sampling_options, show_run
+from .config import SearchConfig, make_config, parse_duration_s, parse_loss, parse_names, parse_numbers
+from .workloads import find_task
+
+
+@click.command()
+@click.option(
+    "--task", default="dialogue", help="dialogue, multiturn, code, summarization, longdoc; math and legal are lossless only."
+)
+@click.option("--target", default="embedded", help="Hub id, folder, .gguf file, or 'embedded' (SmolLM2-135M-Instruct).")
+@click.option("--draft", default="ngram", help="'ngram' (prompt lookup), or a model as --target takes.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), default=None, help="JSONL with messages or prompt, and maybe reference."
+)
+@click.option("--dataset", default=None, help="A data set: cnn_dailymail, a hub id, or a local file or folder.")
+@click.option("--max-quality-loss", default="5%", help="Most perplexity over the target's own.")
+@click.option("--budget", default="5m", help="Wall-clock time of the whole search: 90s, 5m, 1h.")
+@click.option("--trials", type=int, default=600, help="Most configurations to replay.")
+@click.option("--batch", default="1,4", help="Batch sizes to tune for.")
+@click.option("--precision", default="auto", help="auto, or a list of fp32, bf16, fp16.")
+@click.option("--rules", default="auto", help=f"auto (optimal, mixture, priced), or a list of {', '.join(RULES)}.")
+@click.option("--max-draft-length", type=int, default=8, help="Most drafted tokens a round.")
+@click.option("--max-new-tokens", type=int, default=64, help="Length of the texts that are traced and decoded.")
+@click.option("--texts", type=int, default=16, help="Prompts of each half of the workload.")
+@sampling_options
+@click.option("--seed", type=int, default=0, help="Seed of the sampler, the texts and the live runs.")
+@click.option(
+    "--storage", default=None, help="Optuna storage URL, to keep or share the study. [default: rebuilt from the run folder]"
+)
+@click.option("--resume", is_flag=True, help="Go on with the newest unfinished run of the task, or with the one in --out.")
+@click.option("--force", is_flag=True, help="Relax a task that is known as unsuitable (math, legal).")
+@click.option("--strict", is_flag=True, help="Refuse to measure while another process uses the device.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print the plan; run no model.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Run folder. [default: runs/<time>-<task>]")
+@click.option("--json", "as_json", is_flag=True, help="Print the front as JSON.")
+def search(*, resume: bool, dry_run: bool, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Search the knobs, confirm the front live, and write a profile."""
+    config = search_config(**options)
+    from .progress import Reporter
+    from .search import Search
+
+    interrupts = Interrupts()
+    job = Search(config, Reporter(), out=out, resume=resume, command=sys.argv, stop=interrupts)
+    if dry_run:
+        print_json(job.plan())
+        return
+    result = job.run()
+    build_report = import_module("lossyspec.reports.build").build_report
+    build_report(result.folder)
+    if as_json:
+        print_json(json.loads((result.folder / "front.json").read_text()))
+        return
+    show_run(result.folder)
+    click.echo(f"\n{result.front.verdict}")
+    click.echo(
+        f"run folder  {result.folder}\nreport      {result.folder / 'report' / 'index.html'}\n"
+        f"picture     {result.folder / 'report' / 'pareto.png'}\nprofile     {result.folder / 'profile.json'}"
+    )
+
+
+def search_config(
+    *, batch: str, budget: str, max_quality_loss: str, precision: str, rules: str, **options: Any
+) -> SearchConfig:
+    """Options as typed in, into a SearchConfig. Raises ConfigurationError naming the option's value and what is allowed."""
+    own = find_task(options["task"]).sampling
+    sampling = given(**{name: options.pop(name) for name in type(own).model_fields})
+    precisions, chosen = parse_names(precision), parse_names(rules)
+    for name, values, allowed in (("precision", precisions, PRECISIONS), ("rule", chosen, RULES)):
+        for value in values or ():
+            if value not in allowed:
+                raise ConfigurationError(f"{name} is {value!r}; allowed: {', '.join(allowed)}.{nearest(value, allowed)}")
+    return make_config(
+        **options,
+        max_quality_loss=parse_loss(max_quality_loss),
+        budget_s=parse_duration_s(budget),
+        batch_sizes=parse_numbers(batch, "batch"),
+        precisions=precisions,
+        rules=chosen,
+        sampling=make_sampling(**{**own.model_dump(), **sampling}) if sampling else None,
+    )
