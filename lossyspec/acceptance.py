@@ -129,10 +129,10 @@ def priced_bounds(target: Tensor, draft: Tensor, alpha: Tensor) -> tuple[Tensor,
             break
         high, low = torch.where(gap > 0, lo, high), torch.where(gap > 0, low, lo)
         inside = (root > low) & (root < high)
-        lo = torch.where(done, lo, torch.where(inside, root, (low * high).sqrt()))
+        lo = torch.where(done, lo, torch.where(inside, root, low.sqrt() * high.sqrt()))  # no underflow
     cap, under = 1 / lo, 1 / (lo + kappa).clamp_min(1.0)
     # where p excludes tokens of q, their mass must go somewhere: no side may hold less, as for `optimal`
-    forced = ((q - cap.unsqueeze(-1) * p).clamp_min(0).sum(-1) <= floor) & (floor > 0)
+    forced = (under.unsqueeze(-1) * p - q).clamp_min(0).sum(-1) < floor
     if bool(forced.any()):
         cap = torch.where(forced, _target_factor(p, q, floor), cap)
         under = torch.where(forced, _draft_floor(p, q, floor), under)
@@ -161,9 +161,7 @@ def typical_threshold(target: Tensor, alpha: Tensor) -> Tensor:
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """min(1, n/d), with 0/d = 0 and n/0 = 1 for n > 0."""
-    return torch.where(
-        numerator >= denominator, (numerator > 0).to(numerator.dtype), numerator / denominator.clamp_min(1e-45)
-    )
+    return torch.where(numerator >= denominator, (numerator > 0).to(numerator.dtype), numerator / denominator)
 
 
 def _exact(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
@@ -180,6 +178,7 @@ def _mixture(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
 
 def _clipped(target: Tensor, draft: Tensor, bounds: tuple[Tensor, Tensor]) -> Verification:
     factor, floor = bounds
+    factor = factor.clamp_max(torch.finfo(factor.dtype).max)  # q/p of a subnormal p overflows, and 0 * inf is NaN
     return Verification(_ratio(target * factor.unsqueeze(-1), draft), floor, torch.ones_like(floor))
 
 
@@ -252,7 +251,8 @@ def residual(target: Tensor, draft: Tensor, verification: Verification) -> Tenso
         verification.residual_target.unsqueeze(-1) * target - verification.residual_draft.unsqueeze(-1) * draft
     ).clamp_min(0.0)
     total = rest.sum(-1, keepdim=True)
-    return torch.where(total > 0, rest / total.clamp_min(1e-45), target)
+    some = total > 0
+    return torch.where(some, rest / torch.where(some, total, 1.0), target)
 
 
 def emitted_law(rule: str, target: Tensor, draft: Tensor, alpha: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .decoding import Job, Row, decode
-from .drafting import Draft, ModelDraft, NgramDraft
+from .drafting import Draft
+from .drafts import NGRAM, LoadedDraft, automatic, draft_identity, draft_name, load_draft, make_draft
 from .errors import ConfigurationError, ProfileMismatch
 from .hardware import detect_hardware
 from .loading import LoadedModel, load, shared_vocab_size, tokenizer_sha256
@@ -84,14 +85,14 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
 class Decoder:
     """Speculative decoding with one target, one draft and one set of settings.
 
-    draft: None for prompt lookup (n-gram), or a loaded model with the target's tokenizer.
+    draft: None for prompt lookup (n-gram), a feature head, or a loaded model with the target's tokenizer.
     match: how the profile that the settings come from fits this machine (None: settings given by hand).
     """
 
     def __init__(
         self,
         target: LoadedModel,
-        draft: LoadedModel | None = None,
+        draft: LoadedDraft = None,
         settings: Settings | None = None,
         sampling: Sampling | None = None,
         match: Match | None = None,
@@ -103,12 +104,10 @@ class Decoder:
         size = target.model.config.get_text_config().vocab_size
         if self.tokenizer is not None:
             size = min(size, max(self.tokenizer.get_vocab().values()) + 1)
-        if draft is not None:
+        if isinstance(draft, LoadedModel):
             size = shared_vocab_size(target.model, draft.model, target.tokenizer, draft.tokenizer)
         self.target = Runner(target.model, "target", size)
-        self.draft: Draft = NgramDraft(device=self.target.device)
-        if draft is not None:
-            self.draft = ModelDraft(Runner(draft.model, "draft", size), size)
+        self.draft: Draft = make_draft(draft, self.target, size)
         eos = target.model.generation_config.eos_token_id
         ids = eos if isinstance(eos, list) else [eos]
         self.eos_ids = frozenset(int(token) for token in ids if token is not None)
@@ -128,40 +127,49 @@ class Decoder:
 
         `auto` without a match: lossless defaults, said in the log; with `strict` a ProfileMismatch instead. A profile
         given by hand that does not fit raises ProfileMismatch with the fields that differ, unless `allow_mismatch`.
-        draft: the draft model of an `auto` search (None: prompt lookup); a profile brings its own.
+        draft: with `auto`, the draft that the profile was tuned with (None: any); a profile given by hand brings its own.
         """
-        chosen = read_profile(Path(profile)) if isinstance(profile, str | Path) and profile != "auto" else profile
-        if isinstance(chosen, Profile):
-            identity = chosen.match.draft
-            draft = None if identity.kind == "ngram" else identity.id
-            target = chosen.match.target.id
-        precision = chosen.settings.precision if isinstance(chosen, Profile) else Settings().precision
-        target_model = load(target, precision.target)
-        draft_model = load(draft, precision.draft or precision.target, role="draft") if draft else None
-        here = identify_here(target_model, draft_model)
-        if isinstance(chosen, Profile):
-            hard, soft = compare(chosen, here)
-            if hard and not allow_mismatch:
-                raise ProfileMismatch(
-                    "the profile was tuned for something else: "
-                    + "; ".join(hard)
-                    + ". --allow-mismatch (allow_mismatch=True) loads it all the same"
-                )
-            match = Match("forced" if hard else "compatible" if soft else "exact", tuple(hard + soft))
-            return cls._tuned(target_model, draft_model, chosen, match)
-        best, match = choose(here, task)
+        if profile == "auto":
+            return cls._best(task, target, draft, strict)
+        chosen = profile if isinstance(profile, Profile) else read_profile(Path(profile))
+        precision = chosen.settings.precision.target
+        target_model = load(chosen.match.target.id, precision)
+        draft_model = load_draft(draft_name(chosen.match.draft), target_model, chosen.settings.precision.draft or precision)
+        hard, soft = compare(chosen, identify_here(target_model, draft_model))
+        if hard and not allow_mismatch:
+            raise ProfileMismatch(
+                "the profile was tuned for something else: "
+                + "; ".join(hard)
+                + ". --allow-mismatch (allow_mismatch=True) loads it all the same"
+            )
+        match = Match("forced" if hard else "compatible" if soft else "exact", tuple(hard + soft))
+        return cls._tuned(target_model, draft_model, chosen, match)
+
+    @classmethod
+    def _best(cls, task: str | None, target: str, draft: str | None, strict: bool) -> Decoder:
+        """The decoder of the best known profile; without a named draft, of any draft that this target can have."""
+        precision = Settings().precision.target
+        target_model = load(target, precision)
+        names = [draft] if draft else list(dict.fromkeys([automatic(target), NGRAM]))
+        drafts = [load_draft(name, target_model, precision) for name in names]
+        found = [
+            (*choose(identify_here(target_model, loaded), task), loaded, name)
+            for name, loaded in zip(names, drafts, strict=True)
+        ]
+        best, match, draft_model, name = min(found, key=lambda item: ("exact", "compatible", "none").index(item[1].level))
         if best is None:
             if strict:
                 raise ProfileMismatch("; ".join(match.reasons))
             logger.warning("no profile: lossless defaults (%s)", "; ".join(match.reasons))
             return cls(target_model, draft_model, match=match)
-        if best.settings.precision != precision:  # the identity does not depend on the precision
-            target_model = load(target, best.settings.precision.target)
-            draft_model = load(draft, best.settings.precision.draft or precision.target, role="draft") if draft else None
+        wanted = best.settings.precision
+        if wanted.target != precision or (wanted.draft or precision) != precision:  # the identity does not depend on it
+            target_model = load(target, wanted.target)
+            draft_model = load_draft(name, target_model, wanted.draft or wanted.target)
         return cls._tuned(target_model, draft_model, best, match)
 
     @classmethod
-    def _tuned(cls, target: LoadedModel, draft: LoadedModel | None, profile: Profile, match: Match) -> Decoder:
+    def _tuned(cls, target: LoadedModel, draft: LoadedDraft, profile: Profile, match: Match) -> Decoder:
         if match.reasons:
             logger.warning("profile %s is %s here: %s", profile.id, match.level, "; ".join(match.reasons))
         return cls(target, draft, profile.settings, profile.sampling, match)
@@ -178,13 +186,15 @@ class Decoder:
         generator = torch.Generator(device=self.target.device)
         if seed is None:
             generator.seed()
+        elif not 0 <= seed < 2**63:
+            raise ConfigurationError(f"seed is {seed}; allowed: a whole number from 0 to 2**63 - 1")
         else:
             generator.manual_seed(seed)
         chosen = make_sampling(**{**self.sampling.model_dump(), **sampling})
         return Job(
             settings or self.settings,
             chosen,
-            Stopping(max_new_tokens, self.eos_ids, tuple(stop)),
+            Stopping(max_new_tokens, self.eos_ids, (stop,) if isinstance(stop, str) else tuple(stop)),
             generator,
             self.tokenizer,
             processors,
@@ -230,10 +240,22 @@ class Decoder:
         **sampling: Any,
     ) -> Generation:
         """As `generate`, for prompts that are token ids already."""
+        if not prompts:
+            return Generation([])
+        self._check(prompts)
         job = self._job(max_new_tokens, seed, stop, processors, settings, sampling)
         stats = Stats()
         *_, rows = decode(self.target, self.draft, prompts, job, stats)
         return Generation([self._completion(row, job.stopping) for row in rows], stats)
+
+    def _check(self, prompts: list[list[int]]) -> None:
+        """Raises ConfigurationError for a prompt without tokens or with an id that the models do not share."""
+        size = self.target.vocab_size
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ConfigurationError(f"prompt {index} has no tokens; it must have at least one")
+            if unknown := [token for token in prompt if not 0 <= token < size]:
+                raise ConfigurationError(f"prompt {index} holds the token id {unknown[0]}; allowed: 0 to {size - 1}")
 
     def _completion(self, row: Row, stopping: Stopping) -> Completion:
         text = final_text(row.output, stopping, self.tokenizer) if self.tokenizer is not None else ""
@@ -254,7 +276,9 @@ class Decoder:
         """Answers one prompt piece by piece; the last piece carries the finish reason and the statistics."""
         job = self._job(max_new_tokens, seed, stop, processors, settings, sampling)
         stats, sent = Stats(), 0
-        for rows in decode(self.target, self.draft, [prompt_ids(self.tokenizer, prompt)], job, stats):
+        prompts = [prompt_ids(self.tokenizer, prompt)]
+        self._check(prompts)
+        for rows in decode(self.target, self.draft, prompts, job, stats):
             row = rows[0]
             show = stable_text if row.finish_reason is None else final_text
             text = show(row.output, job.stopping, self.tokenizer)
@@ -273,13 +297,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [many] if many and isinstance(many[0], dict) else many
 
 
-def identify_here(target: LoadedModel, draft: LoadedModel | None) -> Here:
+def identify_here(target: LoadedModel, draft: LoadedDraft) -> Here:
     """This machine and these models, as a profile's match fields name them."""
-    ngram = ModelIdentity(kind="ngram", id="ngram")
     return Here(
         device_of(detect_hardware()),
         ModelIdentity(**target.identity),
-        ModelIdentity(**draft.identity) if draft is not None else ngram,
+        draft_identity(draft),
         tokenizer_sha256(target.tokenizer),
         {name: version for name, version in versions().items() if name in ("torch", "transformers")},
     )

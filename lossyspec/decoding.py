@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .drafting import Draft, Proposal, Request
+from .errors import NumericalError
 from .runner import Runner
 from .sampling import Processor, penalise, probabilities
 from .settings import MAX_DRAFT_LENGTH, Sampling, Settings
@@ -59,6 +60,7 @@ def decode(target: Runner, draft: Draft | None, prompts: list[list[int]], job: J
     target.start(prompts, longest + MAX_DRAFT_LENGTH + 1)
     if draft is not None:
         draft.start(prompts, longest + MAX_DRAFT_LENGTH + 1)
+        draft.observe(target.features, [0] * len(prompts))
     stats.prefill_s += perf_counter() - began
     rows = everything
     while rows:
@@ -96,15 +98,31 @@ def _round(
         proposal = draft.propose(Request(prefixes, limits, settings, sampling, job.generator, job.processors))
     drafted = perf_counter()
     last = torch.tensor([[prefix[-1]] for prefix in prefixes], device=target.device)
-    logits = target.logits(torch.cat([last, proposal.tokens], 1), [len(prefix) - 1 for prefix in prefixes])
+    starts = [len(prefix) - 1 for prefix in prefixes]
+    logits = target.logits(torch.cat([last, proposal.tokens], 1), starts)
+    if draft is not None:
+        draft.observe(target.features, starts)
     verified = perf_counter()
     p = probabilities(penalise(logits, prefixes, proposal.tokens, sampling, job.processors), sampling)
     uniforms = torch.rand(p.shape[:2], generator=job.generator, device=p.device)
     alpha = torch.full(proposal.tokens.shape, settings.alpha, device=p.device)
     accepted, following = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)
+    if job.processors:
+        _check_choice(p, accepted, starts)
     stats.passes += 1
     stats.draft_steps += proposal.steps
     stats.draft_s += drafted - began
     stats.verify_s += verified - drafted
     stats.judge_s += perf_counter() - verified
     return proposal, accepted, following
+
+
+def _check_choice(p: torch.Tensor, accepted: list[int], starts: list[int]) -> None:
+    """Raises NumericalError where processors left no token to choose from; behind a rejected token that may be so."""
+    broken = p[..., 0].isnan().tolist()
+    for row, (columns, last) in enumerate(zip(broken, accepted, strict=True)):
+        if any(columns[: last + 1]):
+            raise NumericalError(
+                f"the logits processors left NaN or no token to choose at position {starts[row] + columns.index(True)} "
+                f"of row {row}"
+            )

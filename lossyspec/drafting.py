@@ -34,12 +34,21 @@ class Proposal:
     """tokens: (batch, width) drafted; lengths: how many of them count in each row; steps: draft forward passes spent.
 
     q: (batch, width, V) the probabilities that the tokens were drawn from, or None when q is one-hot at the token.
+    support: (S,) rising token ids that the last dimension of q stands for; None: all V.
     """
 
     tokens: Tensor
     lengths: list[int]
     q: Tensor | None
     steps: int
+    support: Tensor | None = None
+
+    def on_all(self, size: int) -> Proposal:
+        """The same with q over all `size` tokens."""
+        if self.q is None or self.support is None:
+            return self
+        q = self.q.new_zeros(*self.q.shape[:-1], size).index_copy_(-1, self.support, self.q)
+        return Proposal(self.tokens, self.lengths, q, self.steps)
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Proposal:
@@ -58,6 +67,9 @@ class Draft(Protocol):
 
     def select(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""
+
+    def observe(self, features: Tensor | None, starts: list[int]) -> None:
+        """The target's final hidden states (batch, n, hidden) of the tokens that it has just read, from slot starts[i]."""
 
 
 def find_match(tokens: Sequence[int], settings: NgramSettings) -> tuple[int, int]:
@@ -111,6 +123,9 @@ class NgramDraft:
     def select(self, rows: list[int]) -> None:
         """No state of rows."""
 
+    def observe(self, features: Tensor | None, starts: list[int]) -> None:
+        """Looks at tokens only."""
+
     def propose(self, request: Request) -> Proposal:
         """Drafts while a match is found and its confidence is at least theta."""
         settings = request.settings.ngram or self.settings
@@ -150,11 +165,15 @@ class ModelDraft:
         self.runner.select(rows)
         self._read = [self._read[row] for row in rows]
 
+    def observe(self, features: Tensor | None, starts: list[int]) -> None:
+        """Looks at tokens only."""
+
     def _unread(self, row: int, prefix: Sequence[int]) -> int:
         """How many of the row's last tokens have to be read; at least the last one."""
-        read, known = self._read[row], len(prefix) - 1
-        while known > 0 and (known > len(read) or read[known - 1] != prefix[known - 1]):
-            known -= 1
+        read = self._read[row]
+        known = min(len(read), len(prefix) - 1)
+        if read[:known] != list(prefix[:known]):
+            known = next(place for place in range(known) if read[place] != prefix[place])
         return len(prefix) - known
 
     def _logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
@@ -192,7 +211,8 @@ class ModelDraft:
             if not any(live):
                 break
             uniforms = torch.rand(len(prefixes), generator=request.generator, device=device)
-            drafted[:, column] = q.argmax(-1) if greedy else draw(q, uniforms)
+            # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
+            drafted[:, column] = q.argmax(-1) if greedy else draw(q, uniforms).clamp_max(self.vocab_size - 1)
             laws.append(q)
             lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
             step, starts = drafted[:, column : column + 1], [len(prefix) + column for prefix in prefixes]

@@ -163,6 +163,8 @@ def resolve(name: str) -> str:
     """
     if name == "embedded":
         return str(gguf_folder(embedded_gguf()))
+    if not name.strip():
+        raise ConfigurationError("model is an empty name; allowed: a hub id, a folder, a .gguf file, 'embedded'")
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         return str(gguf_folder(path))
@@ -218,7 +220,9 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
             model = AutoModelForCausalLM.from_pretrained(place, dtype=DTYPES[precision]).to(device).eval()
             tokenizer = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, ImportError, KeyError) as problem:
-        raise ConfigurationError(f"cannot load the {role} model {name!r}: {problem}") from problem
+        known = ["embedded", "ngram"] if role == "draft" else ["embedded"]
+        reason = f"{str(problem).rstrip('.')}.{nearest(name, known)}"
+        raise ConfigurationError(f"cannot load the {role} model {name!r}: {reason}") from problem
     check_rollback(model, role)
     return LoadedModel(model, tokenizer, _identity(name, place, model), precision)
 

@@ -32,9 +32,9 @@ class Device(Model):
 
 
 class ModelIdentity(Model):
-    """A model by its hashes; id and revision are for people. kind `ngram` has no model behind it."""
+    """A model or a feature head by its hashes; id and revision are for people. kind `ngram` has no weights behind it."""
 
-    kind: Literal["model", "ngram"] = "model"
+    kind: Literal["model", "head", "ngram"] = "model"
     id: str
     revision: str | None = None
     config_sha256: str | None = None
@@ -196,9 +196,12 @@ def known_profiles() -> Iterator[tuple[Path, Profile | ConfigurationError]]:
         pass
     for path in places:
         try:
-            if json.loads(path.read_text(encoding="utf-8")).get("schema", "").startswith("lossytune.profile/"):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(data, dict) and str(data.get("schema")).startswith("lossytune.profile/"):
                 yield path, read_profile(path)
-        except (ConfigurationError, OSError, ValueError, AttributeError) as error:
+        except ConfigurationError as error:
+            yield path, error
+        except (OSError, ValueError) as error:
             yield path, ConfigurationError(f"{path}: {error}")
 
 

@@ -211,7 +211,7 @@ def append_record(path: Path, record: Model) -> None:
     """Appends one line and waits until it is on the disk. A last line that a crash cut off is dropped first."""
     with open(path, "a+b") as stream:
         _drop_cut_line(stream)
-        stream.write((json.dumps(dump(record), ensure_ascii=False) + "\n").encode())
+        stream.write((json.dumps(dump(record)) + "\n").encode())  # ASCII, so that a cut line is still text
         stream.flush()
         os.fsync(stream.fileno())
 

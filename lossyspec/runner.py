@@ -32,17 +32,33 @@ class Runner:
         self.position_limit: int | None = getattr(self.config, "max_position_embeddings", None)
         self._additive = self.config._attn_implementation not in ("sdpa",)
         self.cache = RowCache(len(self.layer_types), 0)
+        #: (batch, n, hidden) what the output layer read in the last pass; kept on demand, see `keep_features`
+        self.features: Tensor | None = None
+        self._keeps_features = False
+
+    def keep_features(self) -> None:
+        """From now on `features` holds the final hidden states of the tokens read last (all of them after `start`)."""
+        if not self._keeps_features:
+            self.model.get_output_embeddings().register_forward_pre_hook(self._store_features)
+            self._keeps_features = True
+
+    def _store_features(self, module: Any, inputs: tuple[Tensor, ...]) -> None:
+        self.features = inputs[0]
 
     @torch.inference_mode()
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """A new batch: allocates `capacity` slots a row and reads all but the last token of each prompt."""
         self.cache = RowCache(len(self.layer_types), capacity)
         longest = max(len(prompt) for prompt in prompts) - 1
+        pieces: list[Tensor] = []
         for first in range(0, longest, PREFILL_CHUNK):
             piece = [prompt[:-1][first : first + PREFILL_CHUNK] for prompt in prompts]
             width = max(len(part) for part in piece)
             padded = [part + [prompt[0]] * (width - len(part)) for part, prompt in zip(piece, prompts, strict=True)]
-            self._run(self.model.base_model, torch.tensor(padded, device=self.device), [first] * len(prompts))
+            output = self._run(self.model.base_model, torch.tensor(padded, device=self.device), [first] * len(prompts))
+            if self._keeps_features:
+                pieces.append(output.last_hidden_state)
+        self.features = torch.cat(pieces, 1) if pieces else None
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:

@@ -39,6 +39,7 @@ def penalise(
             scores = logits[row, column]
             if sampling.repetition_penalty != 1.0:
                 present = seen.unique()
+                present = present[present < scores.shape[0]]  # a prompt may hold ids that cannot be emitted
                 value = scores[present]
                 penalty = sampling.repetition_penalty
                 scores = scores.index_put((present,), torch.where(value < 0, value * penalty, value / penalty))
@@ -66,7 +67,7 @@ def probabilities(logits: Tensor, sampling: Sampling, tau: float = 1.0) -> Tenso
 
     At temperature 0: the softmax of the logits themselves (at `tau`), from which the greedy rule takes the argmax.
     """
-    temperature = (sampling.temperature or 1.0) * tau
+    temperature = max((sampling.temperature or 1.0) * tau, 1e-30)  # under it, fp32 overflows; it is the argmax by then
     scaled = logits if temperature == 1.0 else logits / temperature
     if sampling.temperature > 0:
         scaled = _filter(scaled, sampling)

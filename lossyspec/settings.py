@@ -62,6 +62,13 @@ class ScheduleRow(Model):
     batch: tuple[int, int | None]
     draft_length: int = Field(ge=0, le=MAX_DRAFT_LENGTH)
 
+    @model_validator(mode="after")
+    def _ordered(self) -> ScheduleRow:
+        first, last = self.batch
+        if first < 1 or (last is not None and last < first):
+            raise ValueError("allowed: [first, last] with first at least 1, and last not under it (or null for no end)")
+        return self
+
 
 class Settings(Model):
     """One configuration of the decoder.
@@ -102,10 +109,27 @@ def validation_message(error: ValidationError, allowed: dict[str, Any]) -> str:
     for item in error.errors():
         place = ".".join(str(part) for part in item["loc"]) or "value"
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key {place!r}.{nearest(str(item['loc'][-1]), allowed)}")
+            lines.append(f"unknown key {place!r}.{nearest(str(item['loc'][-1]), _keys_beside(allowed, item['loc']))}")
+        elif item["type"] == "missing":
+            lines.append(f"{place} is missing")
         else:
-            lines.append(f"{place} is {item['input']!r}: {item['msg']}")
+            lines.append(f"{place} is {item['input']!r}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)
+
+
+def _keys_beside(fields: dict[str, Any], place: tuple[int | str, ...]) -> list[str]:
+    """The keys that are allowed where `place` ends."""
+    for part in place[:-1]:
+        if isinstance(part, str):
+            fields = _fields_of(fields[part].annotation) if part in fields else {}
+    return list(fields)
+
+
+def _fields_of(kind: Any) -> dict[str, Any]:
+    """The fields of a model, or of the first model inside `Model | None` or `tuple[Model, ...]`."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return dict(kind.model_fields)
+    return next((fields for part in get_args(kind) if (fields := _fields_of(part))), {})
 
 
 def make_settings(**values: Any) -> Settings:

@@ -229,7 +229,7 @@ def test_load_reads_what_was_written(tmp_path: Path) -> None:
         ("trials.jsonl", '{"schema": "nonsense"}\n', "line 1: schema is 'nonsense'"),
         ("trials.jsonl", b"\xff\n", "not UTF-8"),
         ("front.json", "[]", "expected a JSON object"),
-        ("front.json", b"\xff\xfe", "not a JSON file"),
+        ("front.json", b"\xff\xfe", "not UTF-8"),
     ],
 )
 def test_load_names_the_broken_file(tmp_path: Path, name: str, text: str | bytes | None, said: str) -> None:

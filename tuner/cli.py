@@ -11,6 +11,7 @@ from lossyspec.errors import LossyspecError
 
 from .cli_common import INTERRUPTED, Group
 from .cli_decode import detect, generate
+from .cli_distill import distill
 from .cli_files import profiles, report, show
 from .cli_search import search
 
@@ -25,7 +26,7 @@ def app() -> None:
     """
 
 
-for command in (search, detect, generate, show, report, profiles):
+for command in (search, distill, detect, generate, show, report, profiles):
     app.add_command(command)
 
 
@@ -34,11 +35,8 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         app(standalone_mode=False)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):  # click turns the second into the first
         click.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
-    except KeyboardInterrupt:
-        click.echo("interrupted; what was finished is saved, go on with --resume", err=True)
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
         error.show()

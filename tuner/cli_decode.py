@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from lossyspec.settings import Settings, make_sampling, make_settings
+from lossyspec.stopping import Stopping
 
 from .cli_common import given, print_json, sampling_options
 
@@ -51,8 +52,8 @@ def detect(as_json: bool) -> None:
 @click.option("--task", default=None, help="With 'auto': the task that the profile was tuned for. [default: any]")
 @click.option("--target", default="embedded", help="With 'auto': the model.")
 @click.option("--draft", default=None, help="With 'auto': the draft model. [default: n-gram]")
-@click.option("--alpha", type=float, default=None, help="Relaxation, instead of the profile's.")
-@click.option("--draft-length", type=int, default=None, help="Draft length, instead of the profile's.")
+@click.option("--alpha", type=float, default=None, help="Relaxation, 0 to 1. [default: the profile's]")
+@click.option("--draft-length", type=int, default=None, help="Most drafted tokens a round. [default: the profile's]")
 @click.option("--max-new-tokens", type=int, default=256, help="Most tokens of the answer.")
 @sampling_options
 @click.option("--stop", multiple=True, help="End at this text; may be given more than once.")
@@ -81,6 +82,7 @@ def generate(
     sampling, changes = given(**sampling), given(alpha=alpha, draft_length=draft_length)
     make_sampling(**sampling)  # wrong values are refused before a model is loaded
     make_settings(**changes)
+    Stopping(max_new_tokens, stop_strings=stop)
     decoder = Decoder.from_profile(profile, task, target, draft, allow_mismatch=allow_mismatch)
     decoder.settings = _changed(decoder.settings, changes)
     text, last = [], None

@@ -23,11 +23,18 @@ from .workloads import find_task
     "--task", default="dialogue", help="dialogue, multiturn, code, summarization, longdoc; math and legal are lossless only."
 )
 @click.option("--target", default="embedded", help="Hub id, folder, .gguf file, or 'embedded' (SmolLM2-135M-Instruct).")
-@click.option("--draft", default="ngram", help="'ngram' (prompt lookup), or a model as --target takes.")
 @click.option(
-    "--prompts", type=click.Path(path_type=Path), default=None, help="JSONL with messages or prompt, and maybe reference."
+    "--draft", default="auto", help="auto (a head where one ships, else ngram), ngram, head, a head's folder, or a model."
 )
-@click.option("--dataset", default=None, help="A data set: cnn_dailymail, a hub id, or a local file or folder.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="JSONL with messages or prompt, and maybe reference. [default: the task's own]",
+)
+@click.option(
+    "--dataset", default=None, help="A data set: cnn_dailymail, a hub id, or a local file or folder. [default: none]"
+)
 @click.option("--max-quality-loss", default="5%", help="Most perplexity over the target's own.")
 @click.option("--budget", default="5m", help="Wall-clock time of the whole search: 90s, 5m, 1h.")
 @click.option("--trials", type=int, default=600, help="Most configurations to replay.")
@@ -59,7 +66,11 @@ def search(*, resume: bool, dry_run: bool, out: Path | None, as_json: bool, **op
     if dry_run:
         print_json(job.plan())
         return
-    result = job.run()
+    try:
+        result = job.run()
+    except KeyboardInterrupt:
+        click.echo("what was finished is saved; go on with the same options and --resume", err=True)
+        raise
     build_report = import_module("lossyspec.reports.build").build_report
     build_report(result.folder)
     if as_json:
@@ -81,6 +92,8 @@ def search_config(
     sampling = given(**{name: options.pop(name) for name in type(own).model_fields})
     precisions, chosen = parse_names(precision), parse_names(rules)
     for name, values, allowed in (("precision", precisions, PRECISIONS), ("rule", chosen, RULES)):
+        if values == ():
+            raise ConfigurationError(f"{name} is an empty list; allowed: auto, or some of {', '.join(allowed)}")
         for value in values or ():
             if value not in allowed:
                 raise ConfigurationError(f"{name} is {value!r}; allowed: {', '.join(allowed)}.{nearest(value, allowed)}")

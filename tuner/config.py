@@ -18,7 +18,7 @@ class SearchConfig(Model):
 
     task: str = "dialogue"
     target: str = "embedded"
-    draft: str = "ngram"
+    draft: str = "auto"
     prompts: Path | None = None
     dataset: str | None = None
     sampling: Sampling | None = None  # None: the task's own
@@ -31,7 +31,7 @@ class SearchConfig(Model):
     precisions: tuple[Precision, ...] | None = None  # None: all that the hardware has
     rules: tuple[Rule, ...] | None = None  # None: optimal, mixture, priced
     max_draft_length: int = Field(8, ge=1, le=MAX_DRAFT_LENGTH)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**31)
     storage: str | None = None
     force: bool = False  # relax tasks that are known as unsuitable
     strict: bool = False  # refuse to measure while another process uses the device

@@ -10,7 +10,8 @@ import torch
 
 from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import Draft
-from lossyspec.loading import LoadedModel, load, shared_vocab_size
+from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, load_draft
+from lossyspec.loading import LoadedModel, load
 from lossyspec.profile import Here
 from lossyspec.records import BlockRecord
 from lossyspec.runner import Runner
@@ -25,20 +26,17 @@ class ModelPool:
     def __init__(self, config: SearchConfig, say: Callable[[str], None]) -> None:
         self.config = config
         self.say = say
-        self.dense = config.draft != "ngram"
+        self.dense = config.draft != NGRAM
         self._decoders: dict[str, Decoder] = {}
         self.target: LoadedModel | None = None
-        self.draft: LoadedModel | None = None
+        self.draft: LoadedDraft = None
 
     def decoder(self, precision: Precision) -> Decoder:
         """The decoder at a precision; loads the models on first use, and checks that target and draft go together."""
         if precision not in self._decoders:
             self.say(f"loading {self.config.target} in {precision}")
             target = load(self.config.target, precision)
-            draft = None
-            if self.dense:
-                draft = load(self.config.draft, precision, role="draft")
-                shared_vocab_size(target.model, draft.model, target.tokenizer, draft.tokenizer)
+            draft = load_draft(self.config.draft, target, precision)
             self.target, self.draft = self.target or target, self.draft or draft
             self._decoders[precision] = Decoder(target, draft)
         return self._decoders[precision]
@@ -60,10 +58,10 @@ class ModelPool:
         for model, precision in ((self.target, settings.precision.target), (self.draft, settings.precision.draft)):
             if model is None:
                 continue
+            network = model.head if isinstance(model, LoadedHead) else model.model
+            cached = 0 if isinstance(model, LoadedHead) else batch * context * _kv_numbers(model.model)
             size = bytes_of[precision or settings.precision.target]
-            total += size * (
-                sum(part.numel() for part in model.model.parameters()) + batch * context * _kv_numbers(model.model)
-            )
+            total += size * (sum(part.numel() for part in network.parameters()) + cached)
         return total
 
     def run_settings(

@@ -79,10 +79,10 @@ class Objective:
     def evaluate(self, settings: Settings, batch: int) -> Evaluated:
         """Both objectives. Raises ValueError when one is not a finite number, with the reason."""
         replayed = self.replay.run(settings)
-        if not math.isfinite(replayed.perplexity_ratio):
-            raise ValueError(
-                f"perplexity ratio is {replayed.perplexity_ratio}: the rule gives some reference token no chance at all"
-            )
+        ratio = replayed.perplexity_ratio
+        if not math.isfinite(ratio):
+            cause = ": the rule gives some reference token no chance at all" if ratio == math.inf else ""
+            raise ValueError(f"perplexity ratio is {ratio}{cause}")
         predicted = self.predict(settings, replayed.flow, batch)
         if not math.isfinite(predicted.speedup) or predicted.speedup <= 0:
             raise ValueError(f"predicted speed-up is {predicted.speedup}")

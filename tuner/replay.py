@@ -14,8 +14,8 @@ from lossyspec.likelihood import Flags, Floats, Recursion, StepWeights, bootstra
 from lossyspec.records import Corpus, Estimate, Quality
 from lossyspec.settings import Settings
 
-from .laws import Answer, GreedyLaw
-from .trace import TAUS, Trace
+from .laws import Answer, GreedyLaw, Law
+from .trace import TAUS, Trace, forced_chain
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Replayed:
     def perplexity_ratio(self) -> float:
         """Perplexity of the decoder over the reference target's, over all texts; inf when a text has likelihood 0."""
         mean = float(self.log_ratio.sum() / self.tokens.sum())
-        return math.exp(mean) if mean < 700 else math.inf
+        return math.inf if mean >= 700 else math.exp(mean)
 
 
 def certificate(settings: Settings) -> float | None:
@@ -124,7 +124,7 @@ class Replay:
         else:
             log_ratio = (self._reference * self.mask).sum(1) - recursion.log_likelihood
         return Replayed(
-            self._flow(recursion, settings),
+            self._flow(recursion, settings, law),
             log_ratio,
             self.tokens,
             self._mean(recursion, answer.tv),
@@ -140,13 +140,15 @@ class Replay:
         total = float(np.where(share > 0, padded, 0.0).ravel() @ share.ravel())
         return max(total / float(self.tokens.sum()), 0.0) if math.isfinite(total) else None
 
-    def _flow(self, recursion: Recursion, settings: Settings) -> Flow:
+    def _flow(self, recursion: Recursion, settings: Settings, law: Law) -> Flow:
         """Expected rounds, and how many tokens are drafted in each, weighed by where rounds begin."""
         gamma = settings.draft_length
         rounds, accepted = float(recursion.rounds.sum()), float(recursion.accepted.sum())
         shares = np.zeros(gamma + 1)
         if gamma:
-            going = self.trace.chain[:, :gamma] >= max(settings.theta, 0.0)
+            stored = self.trace.chain[:, :gamma]
+            chain = stored if stored.shape[1] else forced_chain(law.confidence.numpy(), self.trace.texts, gamma)
+            going = chain >= max(settings.theta, 0.0)
             lengths = np.zeros(self.mask.shape, dtype=int)
             lengths[self.mask] = going.cumprod(1).sum(1).astype(int)
             # a round leaves room for the token after it

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from lossyspec.drafts import AUTO, automatic
 from lossyspec.errors import ConfigurationError, EnvironmentProblem, NoFeasiblePoint
 from lossyspec.hardware import HardwareInfo, detect_hardware, device_name, supported_precisions, used_gpu
 from lossyspec.profile import Profile, user_profile_folder, write_profile
@@ -60,6 +61,8 @@ class Search:
         command: Sequence[str] = (),
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        if config.draft == AUTO:
+            config = config.model_copy(update={"draft": automatic(config.target)})
         self.config = config
         self.reporter = reporter
         self.stop = stop

@@ -156,8 +156,8 @@ def search_trials(work: Work, objective: Objective, folder: RunFolder) -> Study:
         storage=work.config.storage,
         done=folder.trials(),
     )
-    if not study.records:
-        study.enqueue_baselines()
+    if len(study.records) < work.config.trials:
+        study.enqueue_baselines()  # on resume those that were not reached
     share = work.began + (1 - _LIVE_SHARE) * work.config.budget_s
     least = min(work.config.trials, 60)
     with work.reporter.steps(f"searching {work.config.trials} configurations by replay", work.config.trials) as step:
@@ -180,12 +180,12 @@ def measure_live(
         Contestant(
             str(record.number),
             record.batch_size,
-            _named(str(record.number), work.pool.run_settings(record.settings, work.sampling, limit)),
+            named(str(record.number), work.pool.run_settings(record.settings, work.sampling, limit)),
         )
         for record in chosen
     ]
     outside = work.pool.run_transformers(plain.settings.precision.target, work.sampling, limit)
-    contestants.append(Contestant("transformers", plain.batch_size, _named("transformers", outside)))
+    contestants.append(Contestant("transformers", plain.batch_size, named("transformers", outside)))
     left = max(work.config.budget_s - (monotonic() - work.began) - _END_S, 0.0)
     with work.reporter.steps(
         f"measuring {len(chosen)} points live against plain decoding and transformers, interleaved",
@@ -209,7 +209,8 @@ def measure_live(
         )
 
 
-def _named(name: str, run: Callable[[list[list[int]], int], BlockRecord]) -> Callable[[list[list[int]], int], BlockRecord]:
+def named(name: str, run: Callable[[list[list[int]], int], BlockRecord]) -> Callable[[list[list[int]], int], BlockRecord]:
+    """A run whose records carry the contestant's name."""
     return lambda prompts, seed: run(prompts, seed).model_copy(update={"contestant": name})
 
 

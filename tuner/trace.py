@@ -48,7 +48,8 @@ class Texts:
 class Trace:
     """One half of a workload. laws: by (precision, tau). plain: log p of each output token by precision, flat over texts.
 
-    chain: (T, max_draft_length) running least confidence of what the draft would propose from the position on; -1: nothing.
+    chain: (T, max_draft_length) running least confidence of what the n-gram draft would propose from the position on; -1:
+    nothing. (T, 0) for a draft model: its own continuation is not known without running it, see `forced_chain`.
     reference: the precision whose p the perplexity ratio is taken against.
     """
 
@@ -86,8 +87,9 @@ def ngram_chains(texts: Texts, settings: NgramSettings, limit: int) -> tuple[Ten
 
 
 def forced_chain(confidence: Floats, texts: Texts, limit: int) -> Floats:
-    """The chain of a sampling draft, taken along the text itself: its own continuation is not known without running it."""
-    chain = np.full((len(confidence), limit), -1.0)
+    """The chain of a draft model, taken along the text itself: its own continuation is not known without running it.
+    A draft does not know that the text ends, so past its end the chain stays at its last value."""
+    chain = np.full((len(confidence), limit), np.inf)
     first = 0
     for output in texts.outputs:
         part = confidence[first : first + len(output)]
@@ -153,8 +155,7 @@ class Tracer:
         """An empty trace of texts; raises ConfigurationError when a text has no token."""
         if not all(texts.outputs):
             raise ConfigurationError("a text of the workload has no tokens to trace")
-        chain = np.full((texts.tokens, self.limit), -1.0)
-        trace = Trace(texts, reference, chain)
+        trace = Trace(texts, reference, np.zeros((texts.tokens, 0)))
         if self.ngram is not None:
             self._drafted, trace.chain = ngram_chains(texts, self.ngram, self.limit)
         return trace
@@ -181,8 +182,6 @@ class Tracer:
         for tau, pieces in parts.items():
             joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
             trace.laws[precision, tau] = self._kind()(**joined)
-        if draft is not None:
-            trace.chain = forced_chain(trace.laws[precision, 1.0].confidence.numpy(), trace.texts, self.limit)
 
     def _kind(self) -> type[Any]:
         if self.greedy:
@@ -230,7 +229,7 @@ def save_trace(path: Path, traces: dict[str, Trace]) -> None:
 
 def load_trace(path: Path) -> dict[str, Trace]:
     """Reads what `save_trace` wrote. Raises ConfigurationError for another file."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as stored:
@@ -238,7 +237,7 @@ def load_trace(path: Path) -> dict[str, Trace]:
             if metadata.get("schema") != "lossytune.trace/1":
                 raise ConfigurationError(f"{path}: schema is {metadata.get('schema')!r}; expected 'lossytune.trace/1'")
             tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigurationError(f"{path}: not a trace ({error})") from None
     traces: dict[str, Trace] = {}
     for half, note in json.loads(metadata["index"]).items():

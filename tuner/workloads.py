@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lossyspec.errors import ConfigurationError, nearest
-from lossyspec.loading import text_sha256
 from lossyspec.settings import Sampling
 
 Messages = list[dict[str, str]]
@@ -123,7 +123,7 @@ def _item(row: Any, index: int, place: str) -> Item:
 
 
 def _jsonl(text: str, name: str) -> Iterator[Item]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 inside a text
         if not line.strip():
             continue
         place = f"{name}, line {number}"
@@ -139,7 +139,8 @@ def _bundled(task: Task) -> list[Item]:
     return [item for name in task.files for item in _jsonl((folder / name).read_text(encoding="utf-8"), name)]
 
 
-def _from_file(path: Path) -> list[Item]:
+def read_prompts(path: Path) -> list[Item]:
+    """The rows of a JSONL file. Raises ConfigurationError naming the file, the line and what is wrong."""
     try:
         return list(_jsonl(path.read_text(encoding="utf-8"), str(path)))
     except FileNotFoundError:
@@ -181,14 +182,16 @@ def _from_dataset(name: str, limit: int) -> list[Item]:
             f"dataset {name!r} has the columns {columns}; one of messages, {', '.join(_PROMPT_COLUMNS)} is needed"
         )
     reference = next((column for column in _REFERENCE_COLUMNS if column in columns and column != prompt), None)
-    return [
-        Item(
-            str(index),
-            [{"role": "user", "content": _PROMPT_COLUMNS[prompt] + str(row[prompt])}],
-            str(row[reference]) if reference else None,
-        )
-        for index, row in enumerate(rows.select(range(min(limit, len(rows)))))
-    ]
+    items: list[Item] = []
+    for index, row in enumerate(rows):
+        if len(items) == limit:
+            break
+        if row[prompt] is None or not str(row[prompt]).strip():  # an empty cell or line is no prompt
+            continue
+        messages = [{"role": "user", "content": _PROMPT_COLUMNS[prompt] + str(row[prompt])}]
+        answer = row[reference] if reference else None
+        items.append(Item(str(index), messages, None if answer is None else str(answer) or None))
+    return items
 
 
 def load_workload(task_name: str, prompts: Path | None = None, dataset: str | None = None, texts: int = 16) -> Workload:
@@ -201,7 +204,7 @@ def load_workload(task_name: str, prompts: Path | None = None, dataset: str | No
     if prompts is not None and dataset is not None:
         raise ConfigurationError("give --prompts or --dataset, not both")
     if prompts is not None:
-        source, items = str(prompts), _from_file(prompts)
+        source, items = str(prompts), read_prompts(prompts)
     elif dataset is not None:
         source, items = f"dataset {dataset}", _from_dataset(dataset, 2 * texts)
     elif task.files:
@@ -217,4 +220,5 @@ def load_workload(task_name: str, prompts: Path | None = None, dataset: str | No
 
 
 def _hash(items: Sequence[Item]) -> str:
-    return text_sha256(json.dumps([[item.messages, item.reference] for item in items], ensure_ascii=False))
+    text = json.dumps([[item.messages, item.reference] for item in items], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()

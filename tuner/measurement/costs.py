@@ -46,6 +46,9 @@ class _Scripted:
     def select(self, rows: list[int]) -> None:
         pass
 
+    def observe(self, features: torch.Tensor | None, starts: list[int]) -> None:
+        pass
+
     def propose(self, request: Request) -> Proposal:
         length = self.lengths[self.round]
         self.round += 1
@@ -137,12 +140,12 @@ class CostMeter:
         self.precision = precision
         self.table = CostTable(context)
 
-    def _rows(self, batch: int) -> list[list[int]]:
+    def _rows(self, batch: int, context: int) -> list[list[int]]:
         """`batch` prompts around `context` tokens; of unequal length in a batch, since real rows are."""
         rows = []
         for index in range(batch):
             prompt = self.prompts[index % len(self.prompts)]
-            length = max(2, self.table.context - (index % 4) * 3)
+            length = max(2, context - (index % 4) * 3)
             rows.append((prompt * (length // len(prompt) + 1))[:length])
         return rows
 
@@ -151,11 +154,12 @@ class CostMeter:
         stats = Stats()
         generator = torch.Generator(device=target.device)
         generator.manual_seed(0)
-        limit = rounds * (MAX_DRAFT_LENGTH + 1) + MAX_DRAFT_LENGTH + 2
-        if target.position_limit is not None:
-            limit = max(rounds + 2, min(limit, target.position_limit - self.table.context))
+        limit, context = rounds * (MAX_DRAFT_LENGTH + 1) + MAX_DRAFT_LENGTH + 2, self.table.context
+        if target.position_limit is not None:  # near the end of the positions, the context gives way to the rounds
+            limit = max(rounds + rounds // 4 + 2, min(limit, target.position_limit - context))
+            context = min(context, target.position_limit - limit)
         job = Job(settings, self.sampling, Stopping(limit), generator)
-        for done, _ in enumerate(decode(target, draft, self._rows(batch), job, stats), start=1):
+        for done, _ in enumerate(decode(target, draft, self._rows(batch, context), job, stats), start=1):
             if done == rounds:
                 break
         return stats
@@ -202,7 +206,7 @@ class CostMeter:
     def lookup_s(self, batch: int) -> list[float]:
         """Median seconds of drafting at most 0, 1, .. tokens by n-gram in each row of a batch."""
         if batch not in self.table.lookup_s:
-            rows, medians = self._rows(batch), [0.0]
+            rows, medians = self._rows(batch, self.table.context), [0.0]
             draft = NgramDraft()
             for length in range(1, self.max_draft_length + 1):
                 request = Request(rows, [length] * batch, Settings(draft_length=length), self.sampling, torch.Generator())

@@ -45,11 +45,11 @@ def measure_blocks(
     run of each contestant that is thrown away.
     """
     names = {contestant.name for contestant in contestants}
-    by_block: dict[int, list[BlockRecord]] = {}
-    for record in done:
-        by_block.setdefault(record.block, []).append(record)
-    kept = [part for _, part in sorted(by_block.items()) if {record.contestant for record in part} == names]
-    runs = [record for part in kept for record in part]
+    by_block: dict[int, dict[str, BlockRecord]] = {}
+    for record in done:  # a block that was cut off and run again is stored twice: the last run of each counts
+        by_block.setdefault(record.block, {})[record.contestant] = record
+    kept = [part for _, part in sorted(by_block.items()) if part.keys() == names]
+    runs = [record for part in kept for record in part.values()]
     block, began = len(kept), clock()
     if block < max_blocks:
         for contestant in contestants:

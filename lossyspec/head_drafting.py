@@ -1,0 +1,131 @@
+"""Drafting with a feature head: it reads the target's hidden states of accepted tokens, and its own beyond them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .drafting import Proposal, Request
+from .feature_head import FeatureHead
+from .kv_cache import RowCache
+from .sampling import draw, penalise, probabilities
+
+
+class FeatureDraft:
+    """Proposes from a FeatureHead over the target's own token embeddings and output rows.
+
+    For a prefix of L tokens the target has read L - 1 of them, so entries 0 .. L - 2 have true features; deeper ones use
+    the head's own output and are written over in the next round.
+    """
+
+    def __init__(self, head: FeatureHead, target: Any, vocab_size: int) -> None:
+        weight = target.get_input_embeddings().weight
+        self.head = head.to(device=weight.device, dtype=weight.dtype).eval()
+        self.embeddings: Tensor = weight
+        self.device: torch.device = weight.device
+        self.vocab_size = vocab_size
+        self.support: Tensor = self.head.token_map
+        self.rows: Tensor = target.get_output_embeddings().weight[self.support].contiguous()
+        self._cache = RowCache(head.shape.layers, 0)
+        self._features = weight.new_zeros(0)
+        self._known: list[int] = []
+
+    def start(self, prompts: list[list[int]], capacity: int) -> None:
+        """A new batch; the prompts are read when their features have been observed."""
+        self._cache = RowCache(self.head.shape.layers, capacity)
+        self._features = self.embeddings.new_zeros(len(prompts), capacity, self.head.shape.hidden)
+        self._known = [0] * len(prompts)
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps these rows of the batch."""
+        self._cache.select(rows)
+        self._features = self._features[torch.tensor(rows, device=self.device)]
+        self._known = [self._known[row] for row in rows]
+
+    def observe(self, features: Tensor | None, starts: list[int]) -> None:
+        """Keeps the target's features of each row from slot starts[i] on."""
+        if features is None:  # prompts of one token: nothing has been read yet
+            return
+        for row, start in enumerate(starts):
+            self._features[row, start : start + features.shape[1]] = features[row]
+
+    @torch.inference_mode()
+    def propose(self, request: Request) -> Proposal:
+        """Draws from q at depth j of the round; q is 0 outside the head's token map."""
+        prefixes, greedy = request.prefixes, request.sampling.temperature == 0
+        rows, width = len(prefixes), max(request.limits, default=0)
+        index = torch.arange(rows, device=self.device)
+        drafted = torch.zeros(rows, width, dtype=torch.long, device=self.device)
+        lengths, live = (
+            [0] * rows,
+            [limit > 0 and len(prefix) > 1 for limit, prefix in zip(request.limits, prefixes, strict=True)],
+        )
+        feature, laws, steps, full = self._catch_up(request), [], 0, self._needs_all(request)
+        for column in range(width):
+            if not any(live):
+                break
+            if column:
+                slots = [len(prefix) - 2 + column for prefix in prefixes]
+                feature = self._step(drafted[:, column - 1 : column], feature, slots)[:, -1:]
+            q = self._law(feature, request, drafted[:, :column])
+            steps += 1
+            confident = (q.amax(-1) >= request.settings.theta).tolist()
+            live = [
+                alive and sure and column < limit for alive, sure, limit in zip(live, confident, request.limits, strict=True)
+            ]
+            if not any(live):
+                break
+            uniforms = torch.rand(rows, generator=request.generator, device=self.device)
+            chosen = q.argmax(-1) if greedy else draw(q, uniforms)
+            drafted[index, column] = chosen if full else self.support[chosen]
+            laws.append(q)
+            lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
+        stacked = torch.stack(laws, 1) if laws and not greedy else None
+        return Proposal(drafted[:, : len(laws)], lengths, stacked, steps, None if full or stacked is None else self.support)
+
+    def _needs_all(self, request: Request) -> bool:
+        """Whether penalties or processors have to see the whole vocabulary."""
+        return request.sampling.repetition_penalty != 1.0 or bool(request.processors)
+
+    def _catch_up(self, request: Request) -> Tensor:
+        """Reads the entries of each row that have got true features; returns the last one's output (batch, 1, hidden)."""
+        prefixes = request.prefixes
+        counts = [max(len(prefix) - 1 - known, 1) for prefix, known in zip(prefixes, self._known, strict=True)]
+        starts = [max(len(prefix) - 1 - count, 0) for prefix, count in zip(prefixes, counts, strict=True)]
+        longest = max(counts)
+        tokens = [[*prefix[start + 1 :], *[0] * longest][:longest] for prefix, start in zip(prefixes, starts, strict=True)]
+        place = torch.tensor(starts, device=self.device)[:, None] + torch.arange(longest, device=self.device)
+        place = place.clamp_max(self._features.shape[1] - 1)
+        features = self._features.gather(1, place.unsqueeze(-1).expand(-1, -1, self._features.shape[-1]))
+        output = self._step(torch.tensor(tokens, device=self.device), features, starts)
+        self._known = [len(prefix) - 1 for prefix in prefixes]
+        last = torch.tensor(counts, device=self.device) - 1
+        return output[torch.arange(len(prefixes), device=self.device), last].unsqueeze(1)
+
+    def _step(self, tokens: Tensor, features: Tensor, starts: list[int]) -> Tensor:
+        """The head over n entries of each row, written from slot starts[i]; returns (batch, n, hidden)."""
+        count = tokens.shape[1]
+        self._cache.place(starts, count, self.device)
+        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        slots = torch.arange(self._cache.extent, device=self.device)
+        visible = (slots <= positions[..., None])[:, None]
+        x = self.head.entry(F.embedding(tokens, self.embeddings), features)
+        rope = self.head.rope(positions, x.dtype)
+        for layer, block in enumerate(self.head.blocks):
+            q, k, v = block.project(x, rope)  # type: ignore[operator]
+            keys, values = self._cache.update(k, v, layer)
+            x = block.finish(x, F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=True))  # type: ignore[operator]
+        return self.head.output(x)
+
+    def _law(self, feature: Tensor, request: Request, drafted: Tensor) -> Tensor:
+        """q of each row over the support, (batch, S); over all tokens when penalties or processors apply."""
+        logits = self.head.logits(feature, self.rows).float()
+        if self._needs_all(request):
+            everywhere = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+            logits = everywhere.index_copy_(-1, self.support, logits)
+            grown = [[*prefix, *new] for prefix, new in zip(request.prefixes, drafted.tolist(), strict=True)]
+            logits = penalise(logits, grown, drafted, request.sampling, request.processors)
+        return probabilities(logits, request.sampling, request.settings.tau)[:, 0]

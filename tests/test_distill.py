@@ -1,0 +1,160 @@
+"""Distillation on tiny targets: data, training, resuming, files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_tiny, tiny_model, tiny_tokenizer
+from rich.console import Console
+
+from lossyspec.decoder import Decoder
+from lossyspec.errors import ConfigurationError
+from lossyspec.feature_head import FeatureHead, HeadShape
+from lossyspec.loading import LoadedModel
+from lossyspec.runner import Runner
+from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, write_streams
+from lossyspec.tuner.distill.run import Distillation, make_distill_config
+from lossyspec.tuner.distill.training import Recipe, Trainer, batches, frequent_tokens, learning_rate, overlap
+from lossyspec.tuner.progress import Reporter
+
+QUIET = Reporter(Console(file=io.StringIO()))
+
+
+def shard_of(model: Any, rows: int = 16, length: int = 24, seed: int = 0) -> Shard:
+    return write_streams(Runner(model), ChatFrame([3], [], [], frozenset()), rows, length, (0.8, 1.0), seed)
+
+
+def fresh(model: Any, recipe: Recipe, vocab: int = 101) -> Trainer:
+    torch.manual_seed(0)
+    head = FeatureHead(HeadShape(32, 32, 4, 4, 96, 1, vocab), torch.arange(vocab))
+    weights = model.get_output_embeddings().weight.detach()
+    return Trainer(head, model.get_input_embeddings().weight.detach(), weights[head.token_map], recipe, bf16=False)
+
+
+def test_streams_are_what_the_target_says_with_its_own_features() -> None:
+    model = tiny_model("llama")
+    shard = shard_of(model)
+    assert shard.tokens.shape == (16, 24) and shard.features.shape == (16, 24, 32)
+    with torch.inference_mode():
+        hidden = model.base_model(input_ids=shard.tokens.long()).last_hidden_state
+    torch.testing.assert_close(shard.features.float(), hidden.float(), atol=0.03, rtol=0.03)  # stored as bf16
+    assert torch.equal(shard_of(model).tokens, shard.tokens)
+    assert not torch.equal(shard_of(model, seed=1).tokens, shard.tokens)
+
+
+def test_the_frame_of_a_template_and_its_forced_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "w9 {% for m in messages %}w1 {{ m['content'] }} </s> w2 {% endfor %}"
+    frame = chat_frame(tokenizer, frozenset({1}))
+    w = lambda index: index + 3  # noqa: E731
+    assert frame.opening == [w(9), w(1)] and frame.to_answer == [1, w(2), w(1)] and frame.ends == {1}
+    turns = _Turns(frame, 2)
+    taken = [turns.next([20, 1]), turns.next([21, 50]), turns.next([1, 50]), turns.next([60, 22])]
+    assert [part[0] for part in taken] == [[20, 1], [21, w(2)], [1, w(1)], [w(2), 22]]
+    assert [part[1] for part in taken] == [[False, False], [False, True], [False, True], [True, False]]
+
+
+def test_training_raises_the_overlap() -> None:
+    model = tiny_model("llama")
+    trainer = fresh(model, Recipe(steps=60, batch_tokens=384, rate=3e-3, warm_up=5, depths=2))
+    test, weights = shard_of(model, seed=99), model.get_output_embeddings().weight.detach()
+
+    def measured() -> list[float]:
+        return [row["overlap"] for row in overlap(trainer.head, trainer.embeddings, weights, test, 1.0, 2)]
+
+    before = measured()
+    shards = [shard_of(model, rows=64, seed=seed) for seed in range(3)]
+
+    def stream() -> Any:
+        while True:
+            for shard in shards:
+                for first in range(0, 64, 16):
+                    pick = slice(first, first + 16)
+                    yield Shard(shard.tokens[pick], shard.forced[pick], shard.features[pick])
+
+    trainer.train(stream(), 60, lambda step, loss: True)
+    after = measured()
+    assert after[0] > before[0] + 0.1 and after[1] > before[1] + 0.03
+
+
+def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
+    model, recipe = tiny_model("llama"), Recipe(steps=8, batch_tokens=96, warm_up=2, depths=2)
+    for seed in range(2):
+        shard_of(model, seed=seed).save(tmp_path / "shards" / f"{seed}.safetensors")
+    paths = sorted((tmp_path / "shards").glob("*"))
+    unbroken = fresh(model, recipe)
+    unbroken.train(batches(paths, recipe, 0), 8, lambda step, loss: True)
+    first = fresh(model, recipe)
+    first.train(batches(paths, recipe, 0), 8, lambda step, loss: step < 3)
+    first.save(tmp_path / "checkpoint")
+    second = fresh(model, recipe)
+    assert second.load(tmp_path / "checkpoint") and second.step == 3
+    second.train(batches(paths, recipe, second.step), 8, lambda step, loss: True)
+    for name, value in unbroken.head.state_dict().items():
+        assert torch.equal(value, second.head.state_dict()[name]), name
+    assert not fresh(model, recipe).load(tmp_path / "nowhere")
+
+
+def test_learning_rate_and_token_map(tmp_path: Path) -> None:
+    recipe = Recipe(steps=100, warm_up=10, rate=1.0)
+    rates = [learning_rate(recipe, step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1.0) and rates[-1] == pytest.approx(0.05)
+    shard = shard_of(tiny_model("llama"))
+    shard.save(tmp_path / "a.safetensors")
+    ids, coverage = frequent_tokens([tmp_path / "a.safetensors"], 20, 101)
+    counts = torch.bincount(shard.tokens[~shard.forced].long(), minlength=101)
+    assert ids.tolist() == sorted(ids.tolist()) and len(ids) == 20
+    assert coverage == pytest.approx(float(counts.sort(descending=True).values[:20].sum() / counts.sum()))
+
+
+def test_the_whole_job_resumes_and_its_head_drafts(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    options = {
+        "target": str(folder),
+        "tokens": 2000,
+        "rows": 16,
+        "length": 32,
+        "vocab": 64,
+        "epochs": 2.0,
+        "batch_tokens": 256,
+    }
+    config = make_distill_config(**options)
+    with pytest.raises(KeyboardInterrupt):
+        Distillation(config, tmp_path / "out", QUIET, stop=iter([False] * 2 + [True] * 9).__next__).run()
+    kept = len(list((tmp_path / "out" / "shards").glob("*.safetensors")))
+    assert kept == 2
+    result = Distillation(config, tmp_path / "out", QUIET).run()
+    assert result.card["target"]["id"] == str(folder) and result.card["steps"] > 0 and result.card["tokens"] > 0
+    assert {row["depth"] for row in result.card["overlap"]} == {1, 2, 3, 4}
+    assert json.loads((result.folder / "card.json").read_text())["overlap"] == result.card["overlap"]
+    from lossyspec.drafts import load_draft
+    from lossyspec.loading import load
+
+    target = load(str(folder))
+    decoder = Decoder(target, load_draft(str(result.folder), target, "fp32"))
+    generation = decoder.generate_ids([[5, 6, 7, 8]], 24, temperature=0.0)
+    plain = Decoder(target).generate_ids([[5, 6, 7, 8]], 24, temperature=0.0)
+    assert generation[0].tokens == plain[0].tokens and generation.stats.drafted > 0
+    with pytest.raises(ConfigurationError, match="layers: 1 then, 2 now"):
+        Distillation(make_distill_config(**options, layers=2), tmp_path / "out", QUIET)
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(ConfigurationError, match="tokens is 5"):
+        make_distill_config(tokens=5)
+
+
+def test_the_users_own_traffic_is_read(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    words = " ".join(f"w{index % 90}" for index in range(40))
+    rows = [{"messages": [{"role": "user", "content": words}], "reference": words} for _ in range(6)]
+    (tmp_path / "traffic.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = make_distill_config(target=str(folder), data=tmp_path / "traffic.jsonl", epochs=1.0, batch_tokens=64, vocab=64)
+    result = Distillation(config, tmp_path / "out", QUIET).run()
+    assert result.card["tokens"] > 0
+    assert isinstance(LoadedModel, type)

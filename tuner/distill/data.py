@@ -1,0 +1,156 @@
+"""Training data: conversations that the target writes itself, with its final hidden states, in shards on the disk.
+
+Given only its chat template up to the opening of the user's turn, a chat model writes the user's message and then the
+answer. The template's own tokens between the turns are forced; everything else is sampled. Rows are streams of equal
+length, so that a batch never waits for its longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossyspec.decoder import prompt_ids
+from lossyspec.errors import ConfigurationError
+from lossyspec.runner import Runner
+from lossyspec.sampling import draw
+
+_SENTINELS = ("\ue000", "\ue001", "\ue002")
+
+
+@dataclass(frozen=True)
+class ChatFrame:
+    """The template's tokens: before a user's message, between it and the answer, between the answer and the next message.
+
+    ends: ids that end a turn. Without a template: an empty frame, and the target writes plain text.
+    """
+
+    opening: list[int]
+    to_answer: list[int]
+    to_user: list[int]
+    ends: frozenset[int]
+
+
+def chat_frame(tokenizer: Any, eos_ids: frozenset[int]) -> ChatFrame:
+    """Reads the frame off the tokenizer's chat template by rendering a conversation of marks."""
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else next(iter(eos_ids), 0)
+    if getattr(tokenizer, "chat_template", None) is None:
+        return ChatFrame([start], [], [], frozenset())
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, _SENTINELS, strict=True)]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    parts = text.replace(_SENTINELS[1], _SENTINELS[0]).replace(_SENTINELS[2], _SENTINELS[0]).split(_SENTINELS[0])
+    if len(parts) != 4:
+        raise ConfigurationError("the tokenizer's chat template changes the messages: the turns cannot be told apart")
+    opening, to_answer, to_user = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts[:3])
+    return ChatFrame(opening or [start], to_answer, to_user, eos_ids | {*to_answer[:1], *to_user[:1]})
+
+
+@dataclass
+class Shard:
+    """tokens (B, L) int32; forced (B, L) bool: the template's own; features (B, L, H) bf16: after the token."""
+
+    tokens: Tensor
+    forced: Tensor
+    features: Tensor
+
+    def save(self, path: Path) -> None:
+        """Writes the shard; it is there whole or not at all."""
+        from safetensors.torch import save_file
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".partial")
+        save_file({"tokens": self.tokens, "forced": self.forced, "features": self.features}, temporary)
+        temporary.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> Shard:
+        """Reads a shard."""
+        from safetensors.torch import load_file
+
+        return Shard(**load_file(path))
+
+
+class _Turns:
+    """Which tokens of each row are forced: after the end of a turn, the template's way to the next one."""
+
+    def __init__(self, frame: ChatFrame, rows: int) -> None:
+        self.frame = frame
+        self.pending: list[list[int]] = [[] for _ in range(rows)]
+        self.answering = [False] * rows
+
+    def next(self, sampled: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """The tokens that the rows really take, and which of them were forced."""
+        taken, forced = [], []
+        for row, token in enumerate(sampled):
+            queue = self.pending[row]
+            if queue:
+                taken.append(queue.pop(0))
+                forced.append(True)
+                continue
+            if token in self.frame.ends:
+                way = self.frame.to_user if self.answering[row] else self.frame.to_answer
+                self.answering[row] = not self.answering[row]
+                token, self.pending[row] = (way or [token])[0], list(way[1:])
+            taken.append(token)
+            forced.append(False)
+        return taken, forced
+
+
+@torch.inference_mode()
+def write_streams(
+    target: Runner,
+    frame: ChatFrame,
+    rows: int,
+    length: int,
+    temperatures: tuple[float, float],
+    seed: int,
+    progress: Callable[[], None] = lambda: None,
+) -> Shard:
+    """One shard of `rows` streams of `length` tokens after the opening, each at its own temperature."""
+    generator = torch.Generator(device=target.device)
+    generator.manual_seed(seed)
+    target.keep_features()
+    opening = [frame.opening] * rows
+    target.start(opening, len(frame.opening) + length + 1)
+    spread = torch.rand(rows, 1, generator=generator, device=target.device)
+    heat = temperatures[0] + spread * (temperatures[1] - temperatures[0])
+    turns, current = _Turns(frame, rows), torch.tensor([prompt[-1:] for prompt in opening], device=target.device)
+    tokens, forced, features = [], [], []
+    was_forced = [True] * rows
+    for step in range(length):
+        logits = target.logits(current, [len(frame.opening) - 1 + step] * rows)[:, 0]
+        assert target.features is not None
+        tokens.append(current.int().cpu())
+        forced.append(torch.tensor(was_forced))
+        features.append(target.features[:, -1].bfloat16().cpu())
+        sampled = draw((logits / heat).softmax(-1), torch.rand(rows, generator=generator, device=target.device))
+        taken, was_forced = turns.next(sampled.tolist())
+        current = torch.tensor(taken, device=target.device)[:, None]
+        progress()
+    return Shard(torch.cat(tokens, 1), torch.stack(forced, 1), torch.stack(features, 1))
+
+
+@torch.inference_mode()
+def read_conversations(
+    target: Runner, tokenizer: Any, conversations: Sequence[list[dict[str, str]]], length: int
+) -> Iterator[Shard]:
+    """The user's own traffic: each conversation read by the target, one shard each, cut at `length` tokens."""
+    target.keep_features()
+    for messages in conversations:
+        text = tokenizer.apply_chat_template(messages, tokenize=False) if tokenizer.chat_template else None
+        ids = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] if text else prompt_ids(tokenizer, messages[0]["content"])
+        )
+        ids = ids[: length + 1]
+        if len(ids) < 8:
+            continue
+        target.start([ids], len(ids))
+        assert target.features is not None
+        row = torch.tensor([ids[:-1]], dtype=torch.int32)
+        yield Shard(row, torch.zeros_like(row, dtype=torch.bool), target.features.bfloat16().cpu())

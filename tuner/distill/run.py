@@ -1,0 +1,273 @@
+"""`lossytune distill` from end to end: data, token map, training, evaluation, a folder with the head and its card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from pydantic import Field, ValidationError
+
+from lossyspec.decoder import Decoder
+from lossyspec.errors import ConfigurationError
+from lossyspec.feature_head import FeatureHead, HeadShape
+from lossyspec.head_files import save_head
+from lossyspec.loading import LoadedModel, load
+from lossyspec.records import write_text
+from lossyspec.settings import Model, validation_message
+from lossyspec.versions import versions
+
+from ..progress import Reporter
+from .data import Shard, chat_frame, read_conversations, write_streams
+from .training import Recipe, Trainer, batches, frequent_tokens, overlap
+
+#: share of a budget that is spent on writing data
+_DATA_SHARE = 0.5
+_HELD_OUT = 1  # shards kept for evaluation
+_EVALUATE_EVERY = 200
+_PATIENCE = 4  # evaluations without a rise that end the training
+
+
+class DistillConfig(Model):
+    """What a distillation was asked for. budget_s None: no limit. rows, length: streams of a shard."""
+
+    target: str = "embedded"
+    data: Path | None = None
+    tokens: int = Field(300_000, ge=1_000)
+    budget_s: float | None = None
+    layers: int = Field(1, ge=1, le=8)
+    width: int | None = Field(None, ge=32)
+    vocab: int = Field(8192, ge=16)
+    depths: int = Field(3, ge=1, le=8)
+    epochs: float = Field(6.0, gt=0)
+    rows: int = Field(64, ge=1, le=4096)
+    length: int = Field(384, ge=16, le=8192)
+    temperatures: tuple[float, float] = (0.6, 1.0)
+    batch_tokens: int = Field(4096, ge=64)
+    rate: float = Field(1.5e-3, gt=0)
+    seed: int = 0
+
+
+def make_distill_config(**values: object) -> DistillConfig:
+    """A DistillConfig from loose values; raises ConfigurationError naming each wrong value and what is allowed."""
+    try:
+        return DistillConfig(**values)
+    except ValidationError as error:
+        raise ConfigurationError(validation_message(error, dict(DistillConfig.model_fields))) from None
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What a distillation ends with."""
+
+    folder: Path
+    card: dict[str, Any]
+
+
+class Distillation:
+    """One distillation in a folder; everything in it is resumed when the folder has it already."""
+
+    def __init__(
+        self, config: DistillConfig, folder: Path, reporter: Reporter, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.reporter = reporter
+        self.stop = stop
+        self.began = monotonic()
+        self._keep_config()
+        on_gpu = torch.cuda.is_available()
+        self.loaded: LoadedModel = load(config.target, "bf16" if on_gpu else "fp32")
+        self.decoder = Decoder(self.loaded)
+        self.bf16 = on_gpu
+
+    def _keep_config(self) -> None:
+        """Writes the configuration; on resume, only what limits the run may differ."""
+        path = self.folder / "distill.json"
+        now = self.config.model_dump(mode="json")
+        if path.exists():
+            then = json.loads(path.read_text(encoding="utf-8"))
+            free = ("tokens", "budget_s", "epochs")
+            changed = [
+                f"{name}: {then.get(name)!r} then, {now[name]!r} now"
+                for name in now
+                if name not in free and then.get(name) != now[name]
+            ]
+            if changed:
+                raise ConfigurationError(
+                    f"--out {self.folder} holds a distillation with other options: " + "; ".join(changed)
+                )
+        write_text(path, json.dumps(now, indent=2) + "\n")
+
+    def run(self) -> Distilled:
+        """Data, training, evaluation, files. Raises KeyboardInterrupt when `stop` said so; all work so far is kept."""
+        shards = self._data()
+        held, used = shards[:_HELD_OUT], shards[_HELD_OUT:]
+        if not used:
+            raise ConfigurationError(
+                f"{len(shards)} shards of data; at least {_HELD_OUT + 1} are needed: give more --tokens"
+            )
+        head, coverage = self._head(used)
+        model = self.loaded.model
+        embeddings = model.get_input_embeddings().weight.detach()
+        output_rows = model.get_output_embeddings().weight.detach()
+        tokens = sum(Shard.load(path).tokens.numel() for path in used)
+        recipe = Recipe(
+            depths=self.config.depths,
+            rate=self.config.rate,
+            batch_tokens=self.config.batch_tokens,
+            seed=self.config.seed,
+            steps=max(1, int(self.config.epochs * tokens / self.config.batch_tokens)),
+        )
+        trainer = Trainer(head.to(model.device), embeddings.float(), output_rows.float()[head.token_map], recipe, self.bf16)
+        if trainer.load(self.folder / "checkpoint"):
+            self.reporter.say(f"going on from step {trainer.step}")
+        test = Shard.load(held[0])
+        history = self._train(
+            trainer, used, lambda temperature: overlap(head, embeddings.float(), output_rows.float(), test, temperature, 4)
+        )
+        return self._finish(
+            head,
+            trainer,
+            tokens,
+            coverage,
+            history,
+            lambda temperature: overlap(head, embeddings.float(), output_rows.float(), test, temperature, 4),
+        )
+
+    # data
+
+    def _data(self) -> list[Path]:
+        place = self.folder / "shards"
+        if self.config.data is not None:
+            return self._traffic(place)
+        frame = chat_frame(self.loaded.tokenizer, self.decoder.eos_ids)
+        size = self.config.rows * self.config.length
+        wanted = max(_HELD_OUT + 1, -(-self.config.tokens // size))
+        have = sorted(place.glob("*.safetensors"))
+        with self.reporter.steps(
+            f"writing {wanted * size} tokens with the target", (wanted - len(have)) * self.config.length
+        ) as step:
+            for index in range(len(have), wanted):
+                if self.stop() or (index > _HELD_OUT and self._spent(_DATA_SHARE)):
+                    break
+                began = monotonic()
+                shard = write_streams(
+                    self.decoder.target,
+                    frame,
+                    self.config.rows,
+                    self.config.length,
+                    self.config.temperatures,
+                    self.config.seed + 1000 + index,
+                    step.advance,
+                )
+                shard.save(place / f"{index:05d}.safetensors")
+                self.reporter.say(f"shard {index + 1} of {wanted}: {size / (monotonic() - began):.0f} tokens/s")
+        if self.stop():
+            raise KeyboardInterrupt
+        return sorted(place.glob("*.safetensors"))
+
+    def _traffic(self, place: Path) -> list[Path]:
+        from ..workloads import read_prompts
+
+        assert self.config.data is not None
+        conversations = []
+        for item in read_prompts(self.config.data):
+            answer = [{"role": "assistant", "content": item.reference}] if item.reference else []
+            conversations.append(item.messages + answer)
+        for index, shard in enumerate(
+            read_conversations(self.decoder.target, self.loaded.tokenizer, conversations, self.config.length)
+        ):
+            shard.save(place / f"{index:05d}.safetensors")
+        return sorted(place.glob("*.safetensors"))
+
+    def _spent(self, share: float) -> bool:
+        return self.config.budget_s is not None and monotonic() - self.began > share * self.config.budget_s
+
+    # training
+
+    def _head(self, shards: Sequence[Path]) -> tuple[FeatureHead, float]:
+        """A fresh head of the configured sizes; its token map is kept, so that more data does not change it on resume."""
+        from safetensors.torch import load_file, save_file
+
+        config, text = self.config, self.loaded.model.config.get_text_config()
+        path = self.folder / "token_map.safetensors"
+        if not path.exists():
+            ids, coverage = frequent_tokens(shards, config.vocab, self.decoder.target.vocab_size)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"token_map": ids, "coverage": torch.tensor(coverage)}, path)
+        stored = load_file(path)
+        hidden = self.loaded.model.get_input_embeddings().weight.shape[1]
+        width = config.width or hidden
+        size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+        size = size if width % size == 0 else 32
+        kv_heads = max(1, width // size // 3) if (width // size) % 3 == 0 else width // size
+        torch.manual_seed(config.seed)
+        shape = HeadShape(
+            hidden, width, width // size, kv_heads, -(-width * 8 // 3 // 64) * 64, config.layers, len(stored["token_map"])
+        )
+        return FeatureHead(shape, stored["token_map"]), float(stored["coverage"])
+
+    def _train(
+        self, trainer: Trainer, shards: Sequence[Path], test: Callable[[float], list[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        history: list[dict[str, Any]] = []
+        total, begun = trainer.recipe.steps, monotonic()
+        first = trainer.step
+
+        def tick(step: int, loss: float) -> bool:
+            bar.advance()
+            if step % _EVALUATE_EVERY == 0 or step == total:
+                found = test(1.0)
+                history.append({"step": step, "loss": loss, "overlap": [row["overlap"] for row in found]})
+                left = (monotonic() - begun) / (step - first) * (total - step)
+                shown = " ".join(f"{row['overlap']:.3f}" for row in found)
+                self.reporter.say(
+                    f"step {step} of {total}: loss {loss:.3f}, held-out overlap {shown}, {left / 60:.0f} min left"
+                )
+                trainer.save(self.folder / "checkpoint")
+            return not (self.stop() or self._spent(1.0) or _stalled(history))
+
+        with self.reporter.steps(f"training for {total} steps", total - first) as bar:
+            stream: Iterator[Shard] = batches(shards, trainer.recipe, trainer.step)
+            trainer.train(stream, total, tick)
+        trainer.save(self.folder / "checkpoint")
+        if self.stop():
+            raise KeyboardInterrupt
+        return history
+
+    def _finish(
+        self,
+        head: FeatureHead,
+        trainer: Trainer,
+        tokens: int,
+        coverage: float,
+        history: list[dict[str, Any]],
+        test: Callable[[float], list[dict[str, Any]]],
+    ) -> Distilled:
+        card = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "target": self.loaded.identity,
+            "config": self.config.model_dump(mode="json"),
+            "recipe": asdict(trainer.recipe),
+            "steps": trainer.step,
+            "tokens": tokens,
+            "token_map_coverage": coverage,
+            "parameters": sum(part.numel() for part in head.parameters()),
+            "overlap": [row for temperature in (0.7, 1.0) for row in test(temperature)],
+            "history": history,
+            "versions": versions(),
+        }
+        save_head(self.folder / "head", head, card)
+        return Distilled(self.folder / "head", card)
+
+
+def _stalled(history: list[dict[str, Any]]) -> bool:
+    """Whether the held-out overlap at depth 1 has not risen for some evaluations."""
+    values = [row["overlap"][0] for row in history]
+    return len(values) > _PATIENCE and max(values[-_PATIENCE:]) <= max(values[:-_PATIENCE])
