@@ -26,7 +26,9 @@ def main() -> None:
     settings = Settings(draft_length=0, precision=Precisions(target=options.precision))
     contestants = [
         Contestant("plain", 1, named("plain", pool.run_settings(settings, sampling, options.tokens))),
-        Contestant("transformers", 1, named("transformers", pool.run_transformers(options.precision, sampling, options.tokens))),
+        Contestant(
+            "transformers", 1, named("transformers", pool.run_transformers(options.precision, sampling, options.tokens))
+        ),
     ]
     runs = measure_blocks(
         contestants, prompts, budget_s=0, min_blocks=options.blocks, max_blocks=options.blocks, seed=0,

@@ -19,13 +19,21 @@ def main() -> None:
     trace = load_trace(options.run / "trace.safetensors")["search"]
     precisions = sorted({precision for precision, _ in trace.laws})
     taus = sorted({tau for _, tau in trace.laws})
-    grid = list(itertools.product(("optimal", "priced"), [step / 25 for step in range(1, 20)], (1, 2, 4, 8), (0.0, 0.6), precisions, taus))
+    grid = list(
+        itertools.product(
+            ("optimal", "priced"), [step / 25 for step in range(1, 20)], (1, 2, 4, 8), (0.0, 0.6), precisions, taus
+        )
+    )
     replay = Replay(trace)
     began = perf_counter()
     for rule, alpha, length, theta, precision, tau in grid:
-        replay.run(make_settings(rule=rule, alpha=alpha, draft_length=length, theta=theta, tau=tau, precision={"target": precision}))
+        replay.run(
+            make_settings(rule=rule, alpha=alpha, draft_length=length, theta=theta, tau=tau, precision={"target": precision})
+        )
     seconds = perf_counter() - began
-    print(f"{len(grid)} configurations on {trace.texts.tokens} tokens in {seconds:.2f} s: {len(grid) / seconds:.0f} a second")
+    print(
+        f"{len(grid)} configurations on {trace.texts.tokens} tokens in {seconds:.2f} s: {len(grid) / seconds:.0f} a second"
+    )
 
 
 if __name__ == "__main__":

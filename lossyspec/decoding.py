@@ -107,7 +107,7 @@ def _round(
     uniforms = torch.rand(p.shape[:2], generator=job.generator, device=p.device)
     alpha = torch.full(proposal.tokens.shape, settings.alpha, device=p.device)
     accepted, following = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)
-    if job.processors:
+    if job.processors or sampling.repetition_penalty != 1.0:
         _check_choice(p, accepted, starts)
     stats.passes += 1
     stats.draft_steps += proposal.steps
@@ -118,11 +118,11 @@ def _round(
 
 
 def _check_choice(p: torch.Tensor, accepted: list[int], starts: list[int]) -> None:
-    """Raises NumericalError where processors left no token to choose from; behind a rejected token that may be so."""
+    """Raises NumericalError where processors or the penalty left nothing to choose; behind a rejected token they may."""
     broken = p[..., 0].isnan().tolist()
     for row, (columns, last) in enumerate(zip(broken, accepted, strict=True)):
         if any(columns[: last + 1]):
             raise NumericalError(
-                f"the logits processors left NaN or no token to choose at position {starts[row] + columns.index(True)} "
+                f"the processors or the penalty left NaN or no token at all at position {starts[row] + columns.index(True)} "
                 f"of row {row}"
             )

@@ -212,7 +212,7 @@ class ModelDraft:
                 break
             uniforms = torch.rand(len(prefixes), generator=request.generator, device=device)
             # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
-            drafted[:, column] = q.argmax(-1) if greedy else draw(q, uniforms).clamp_max(self.vocab_size - 1)
+            drafted[:, column] = q.argmax(-1) if greedy else draw(q, uniforms).clamp_max(q.shape[-1] - 1)
             laws.append(q)
             lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
             step, starts = drafted[:, column : column + 1], [len(prefix) + column for prefix in prefixes]

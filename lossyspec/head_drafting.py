@@ -79,7 +79,7 @@ class FeatureDraft:
             if not any(live):
                 break
             uniforms = torch.rand(rows, generator=request.generator, device=self.device)
-            chosen = q.argmax(-1) if greedy else draw(q, uniforms)
+            chosen = q.argmax(-1) if greedy else draw(q, uniforms).clamp_max(q.shape[-1] - 1)  # as in ModelDraft
             drafted[index, column] = chosen if full else self.support[chosen]
             laws.append(q)
             lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]

@@ -217,7 +217,7 @@ def append_record(path: Path, record: Model) -> None:
 
 
 def _drop_cut_line(stream: BinaryIO) -> None:
-    """Truncates an appended file after its last newline."""
+    """Truncates an appended file after its last newline; a last line that lacks the newline alone gets it."""
     end = stream.seek(0, os.SEEK_END)
     if end == 0:
         return
@@ -225,7 +225,14 @@ def _drop_cut_line(stream: BinaryIO) -> None:
     if stream.read(1) == b"\n":
         return
     stream.seek(0)
-    stream.truncate(stream.read().rfind(b"\n") + 1)
+    data = stream.read()
+    start = data.rfind(b"\n") + 1
+    try:
+        json.loads(data[start:])
+    except ValueError:
+        stream.truncate(start)
+    else:  # `read_records` counts it, so it stays
+        stream.write(b"\n")
 
 
 def parse(data: Any, kind: type[RecordT], place: str) -> RecordT:

@@ -109,7 +109,7 @@ class CostTable:
                 pairs("judge_s"),
                 pairs("spread"),
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{path}: not a cost table ({error})") from None
 
 
