@@ -86,6 +86,18 @@ class FeatureDraft:
         stacked = torch.stack(laws, 1) if laws and not greedy else None
         return Proposal(drafted[:, : len(laws)], lengths, stacked, steps, None if full or stacked is None else self.support)
 
+    @torch.inference_mode()
+    def along(self, prompt: list[int], output: list[int], features: Tensor, depths: int) -> list[Tensor]:
+        """fp32 logits (len(output), S) of q at depths 1, 2, .. at each position of an output: what a round that began
+        depth - 1 tokens earlier would draw from. features: (1, n, hidden) of the target for all tokens but the last. After a
+        prompt of one token there is no entry for the first position; its logits are 0 (a uniform q)."""
+        ids = torch.tensor([[*prompt, *output]], device=self.device)
+        embedded = F.embedding(ids[:, 1:-1], self.embeddings)
+        first = max(len(prompt) - 2, 0)
+        outputs = self.head.unroll(embedded, features[:, : embedded.shape[1]], depths)
+        laws = [self.head.logits(part[0, first:], self.rows).float() for part in outputs]
+        return [F.pad(law, (0, 0, len(output) - len(law), 0)) for law in laws]
+
     def _needs_all(self, request: Request) -> bool:
         """Whether penalties or processors have to see the whole vocabulary."""
         return request.sampling.repetition_penalty != 1.0 or bool(request.processors)

@@ -42,7 +42,7 @@ class Recursion:
     """log_likelihood: (N,) nats. rounds: (N,) expected rounds. accepted: (N,) expected accepted tokens.
 
     starts: (N, L) probability that a round begins at the position, given the prefix. drafted: (N, L) probability that
-    the position is a drafted one, where the relaxed law rules.
+    the position is a drafted one, where the relaxed law rules; drafted_at: (N, L, D) the same by depth of the weights.
     """
 
     log_likelihood: Floats
@@ -50,6 +50,7 @@ class Recursion:
     accepted: Floats
     starts: Floats
     drafted: Floats
+    drafted_at: Floats
 
 
 def forward(weights: StepWeights, draft_length: int) -> Recursion:
@@ -60,6 +61,7 @@ def forward(weights: StepWeights, draft_length: int) -> Recursion:
     log_likelihood, rounds, accepted = np.zeros(count), np.zeros(count), np.zeros(count)
     starts, drafted = np.zeros((count, length)), np.zeros((count, length))
     depths = min(weights.draftable.shape[2], draft_length)
+    drafted_at = np.zeros((count, length, max(depths, 1)))
     live = state[:, :draft_length]
     for t in range(length):
         mask = weights.mask[:, t]
@@ -67,6 +69,7 @@ def forward(weights: StepWeights, draft_length: int) -> Recursion:
         drafting = draft.sum(1)
         plain = 1.0 - drafting
         starts[:, t], drafted[:, t] = state[:, 0] * mask, drafting * mask
+        drafted_at[:, t] = (draft if depths > 1 else drafting[:, None]) * mask[:, None]
         kept = draft * weights.acceptance[:, t, :depths]
         gained = kept.sum(1)
         accepted += gained * mask
@@ -82,7 +85,7 @@ def forward(weights: StepWeights, draft_length: int) -> Recursion:
         state = np.where(mask[:, None], moved / total[:, None], state)
         live = state[:, :draft_length]
     rounds += 1.0 - state[:, 0]  # a text that ends inside an accepted block ends that round
-    return Recursion(log_likelihood, rounds, accepted, starts, drafted)
+    return Recursion(log_likelihood, rounds, accepted, starts, drafted, drafted_at)
 
 
 def dense_weights(

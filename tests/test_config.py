@@ -43,7 +43,7 @@ def test_losses_are_read_as_shares_or_percentages(text: str, share: float) -> No
 
 @pytest.mark.parametrize("text", ["", "-5%", "five", "5%%", "nan", "inf", "1e3"])
 def test_a_wrong_loss_is_named_with_what_is_allowed(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="0.05 or 5%") as caught:
+    with pytest.raises(ConfigurationError, match=r"0\.05 or 5%") as caught:
         parse_loss(text)
     assert repr(text) in str(caught.value)
 

@@ -206,6 +206,12 @@ def test_N4_what_is_queued_on_the_device_is_waited_for_before_the_clock_is_read(
     assert meter.table.judge_s == {("optimal", 2): pytest.approx(0.25), ("mixture", 2): 0.0}
 
 
+def test_the_first_run_of_a_rule_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, taken = Queue(), iter([90.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(costs, "judge", lambda *args, greedy: setattr(queue, "now", queue.now + next(taken)))
+    assert meter_of(plain_target(), clock=queue.clock)._judge("exact", 1, plain_target()) == 3.0
+
+
 def test_N4_only_a_cuda_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

@@ -138,6 +138,18 @@ def test_text_logits_are_the_models_own_also_over_several_pieces(pair: Pair, mon
     torch.testing.assert_close(torch.cat(pieces).double(), direct_logits(pair.target, prompt, output), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("model", [False, True])
+def test_a_trace_does_not_depend_on_the_size_of_the_pieces(pair: Pair, monkeypatch: pytest.MonkeyPatch, model: bool) -> None:
+    few = Texts(pair.ended.prompts[:6], pair.ended.outputs[:6], pair.ended.limited[:6])
+    whole = trace_of(pair, few, model)
+    monkeypatch.setattr("lossyspec.tuner.trace._CHUNK", 5)
+    pieces = trace_of(pair, few, model)
+    np.testing.assert_allclose(pieces.plain["fp32"], whole.plain["fp32"], atol=1e-4)
+    for key, law in whole.laws.items():
+        for name in ("p_text", "confidence", "q_text" if model else "p_draft"):
+            torch.testing.assert_close(getattr(pieces.laws[key], name), getattr(law, name), rtol=1e-3, atol=1e-7)
+
+
 def test_text_logits_refuse_a_text_that_does_not_fit_the_models_positions(pair: Pair) -> None:
     with pytest.raises(ConfigurationError, match="2048"):
         text_logits(pair.target, [3] * 2048, [4])
@@ -207,7 +219,7 @@ def test_ngram_chains_are_what_prompt_lookup_proposes_at_each_position(pair: Pai
 
 def test_the_chain_of_a_draft_model_runs_along_the_text_and_does_not_end_with_it() -> None:
     texts = Texts([[1], [1]], [[5, 6, 7], [8]], [True, False])
-    chain = forced_chain(np.array([0.9, 0.5, 0.7, 0.4]), texts, 3)
+    chain = forced_chain([np.array([0.9, 0.5, 0.7, 0.4])], texts, 3)
     assert chain.tolist() == [[0.9, 0.5, 0.5], [0.5, 0.5, 0.5], [0.7, 0.7, 0.7], [0.4, 0.4, 0.4]]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lossyspec.errors import ConfigurationError
 from lossyspec.tuner.workloads import TASKS, Item, Workload, find_task, load_workload
 

@@ -44,7 +44,6 @@ def distill(*, out: Path, as_json: bool, budget: str | None, **options: Any) -> 
         print_json(result.card)
         return
     for row in result.card["overlap"]:
-        click.echo(
-            f"temperature {row['temperature']}, depth {row['depth']}: overlap {row['overlap']:.3f}, same argmax {row['top1']:.3f}"
-        )
+        shown = f"overlap {row['overlap']:.3f}, same argmax {row['top1']:.3f}"
+        click.echo(f"temperature {row['temperature']}, depth {row['depth']}: {shown}")
     click.echo(f"head  {result.folder}\nuse it with: lossytune search --target {config.target} --draft {result.folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +87,13 @@ class Replay:
         values[self.mask] = np.asarray(flat)
         return values
 
-    def _answer(self, settings: Settings, tau: float) -> Answer:
+    def _answer(self, settings: Settings, tau: float, depth: int) -> Answer:
         rule, alpha = ("exact", 0.0) if settings.lossless else (settings.rule, settings.alpha)
-        key = (settings.precision.target, tau, rule, alpha)
+        key = (settings.precision.target, tau, rule, alpha, depth)
         if key not in self._answers:
-            if len(self._answers) > 256:
+            if len(self._answers) > 1024:
                 self._answers.clear()
-            law = self.trace.laws[settings.precision.target, tau]
+            law = self._laws(settings.precision.target, tau)[depth]
             self._answers[key] = law.answer(rule, torch.full_like(law.confidence, alpha, dtype=torch.float64))
         return self._answers[key]
 
@@ -104,50 +105,63 @@ class Replay:
             raise ConfigurationError(
                 f"precision {precision} was not traced; traced: {', '.join(sorted({name for name, _ in self.trace.laws}))}"
             )
-        law = self.trace.laws[precision, tau]
-        answer = self._answer(settings, tau)
-        confidence = self._padded(law.confidence, -1.0)
-        draftable = (confidence >= max(settings.theta, 0.0)) & ~self._last
-        greedy = isinstance(law, GreedyLaw)
+        laws = self._laws(precision, tau)[: max(gamma, 1)]
+        answers = [self._answer(settings, tau, depth) for depth in range(len(laws))]
+        confidence = self._by_depth([law.confidence for law in laws], gamma, -1.0)
+        draftable = (confidence >= max(settings.theta, 0.0)) & ~self._last[..., None]
+        greedy = isinstance(laws[0], GreedyLaw)
         plain = np.ones(self.mask.shape) if greedy else np.exp(self._padded(self.trace.plain[precision]))
         weights = StepWeights(
-            self._padded(answer.accepted)[..., None],
-            self._padded(answer.rejected)[..., None],
-            self._padded(answer.acceptance)[..., None],
-            draftable[..., None],
+            self._by_depth([answer.accepted for answer in answers], gamma),
+            self._by_depth([answer.rejected for answer in answers], gamma),
+            self._by_depth([answer.acceptance for answer in answers], gamma),
+            draftable,
             plain,
             self.mask,
         )
         recursion = forward(weights, gamma)
         if greedy:
-            log_ratio = (recursion.drafted * self._padded(answer.regret)).sum(1)
+            regret = self._by_depth([answer.regret for answer in answers], gamma)
+            log_ratio = (recursion.drafted_at * regret).sum((1, 2))
         else:
             log_ratio = (self._reference * self.mask).sum(1) - recursion.log_likelihood
         return Replayed(
-            self._flow(recursion, settings, law),
+            self._flow(recursion, settings, laws),
             log_ratio,
             self.tokens,
-            self._mean(recursion, answer.tv),
-            self._mean(recursion, answer.kl_forward),
-            self._mean(recursion, answer.kl_reverse),
+            self._mean(recursion, [answer.tv for answer in answers], gamma),
+            self._mean(recursion, [answer.kl_forward for answer in answers], gamma),
+            self._mean(recursion, [answer.kl_reverse for answer in answers], gamma),
         )
 
-    def _mean(self, recursion: Recursion, values: torch.Tensor | None) -> float | None:
-        """Mean over emitted positions, where the relaxed law rules at a share `drafted` of them; None if not finite."""
-        if values is None:
+    def _laws(self, precision: str, tau: float) -> tuple[Law, ...]:
+        """The laws by depth; one when it does not depend on the depth."""
+        return (self.trace.laws[precision, tau], *self.trace.deeper.get((precision, tau), ()))
+
+    def _by_depth(self, flat: Sequence[torch.Tensor], draft_length: int, fill: float = 0.0) -> Floats:
+        """(N, L, 1), or (N, L, draft_length) from (T,) at each depth; beyond the last traced depth that one holds."""
+        padded = [self._padded(values, fill) for values in flat]
+        if len(padded) > 1:
+            padded += [padded[-1]] * (draft_length - len(padded))
+        return np.stack(padded, -1)
+
+    def _mean(self, recursion: Recursion, values: Sequence[torch.Tensor | None], draft_length: int) -> float | None:
+        """Mean over emitted positions, where the relaxed law rules at a share of them; None if not known or not finite."""
+        known = [part for part in values if part is not None]
+        if len(known) < len(values):
             return None
-        padded, share = self._padded(values), recursion.drafted
+        padded, share = self._by_depth(known, draft_length), recursion.drafted_at
         total = float(np.where(share > 0, padded, 0.0).ravel() @ share.ravel())
         return max(total / float(self.tokens.sum()), 0.0) if math.isfinite(total) else None
 
-    def _flow(self, recursion: Recursion, settings: Settings, law: Law) -> Flow:
+    def _flow(self, recursion: Recursion, settings: Settings, laws: Sequence[Law]) -> Flow:
         """Expected rounds, and how many tokens are drafted in each, weighed by where rounds begin."""
         gamma = settings.draft_length
         rounds, accepted = float(recursion.rounds.sum()), float(recursion.accepted.sum())
         shares = np.zeros(gamma + 1)
         if gamma:
             stored = self.trace.chain[:, :gamma]
-            chain = stored if stored.shape[1] else forced_chain(law.confidence.numpy(), self.trace.texts, gamma)
+            chain = stored if stored.shape[1] else self._forced(laws, gamma)
             going = chain >= max(settings.theta, 0.0)
             lengths = np.zeros(self.mask.shape, dtype=int)
             lengths[self.mask] = going.cumprod(1).sum(1).astype(int)
@@ -161,6 +175,9 @@ class Replay:
         shares /= shares.sum()
         drafted = float(shares @ np.arange(gamma + 1)) * rounds
         return Flow(float(self.tokens.sum()) / rounds, accepted / drafted if drafted > 0 else None, shares)
+
+    def _forced(self, laws: Sequence[Law], gamma: int) -> Floats:
+        return forced_chain([law.confidence.numpy() for law in laws], self.trace.texts, gamma)
 
     def quality(
         self,

@@ -8,6 +8,7 @@ from time import monotonic
 
 from lossyspec.decoder import prompt_ids
 from lossyspec.hardware import HardwareInfo, used_gpu
+from lossyspec.head_drafting import FeatureDraft
 from lossyspec.records import BlockRecord, TrialRecord
 from lossyspec.settings import NgramSettings, Precision, Sampling, Settings
 
@@ -62,7 +63,7 @@ def make_traces(work: Work, folder: RunFolder) -> dict[str, Trace]:
             traces[half] = tracer.begin(part, work.reference)
             for precision in work.space.precisions:
                 decoder = work.pool.decoder(precision)
-                draft = getattr(decoder.draft, "runner", None)
+                draft = decoder.draft if isinstance(decoder.draft, FeatureDraft) else getattr(decoder.draft, "runner", None)
                 tracer.add(traces[half], precision, decoder.target, draft, step.advance)
     save_trace(folder.trace, traces)
     return traces

@@ -15,6 +15,7 @@ from torch import Tensor
 from lossyspec.acceptance import entropy
 from lossyspec.drafting import ngram_chain
 from lossyspec.errors import ConfigurationError
+from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likelihood import Flags, Floats
 from lossyspec.runner import Runner
 from lossyspec.sampling import probabilities
@@ -51,6 +52,7 @@ class Trace:
     chain: (T, max_draft_length) running least confidence of what the n-gram draft would propose from the position on; -1:
     nothing. (T, 0) for a draft model: its own continuation is not known without running it, see `forced_chain`.
     reference: the precision whose p the perplexity ratio is taken against.
+    deeper: the laws at depths 2, 3, .. of a round, for a draft whose law depends on the depth.
     """
 
     texts: Texts
@@ -58,6 +60,7 @@ class Trace:
     chain: Floats
     laws: dict[tuple[str, float], Law] = field(default_factory=dict)
     plain: dict[str, Floats] = field(default_factory=dict)
+    deeper: dict[tuple[str, float], tuple[Law, ...]] = field(default_factory=dict)
 
     def mask(self) -> Flags:
         """(N, L) which places of the padded texts hold a token."""
@@ -86,14 +89,15 @@ def ngram_chains(texts: Texts, settings: NgramSettings, limit: int) -> tuple[Ten
     return torch.tensor(first), chain
 
 
-def forced_chain(confidence: Floats, texts: Texts, limit: int) -> Floats:
+def forced_chain(confidences: Sequence[Floats], texts: Texts, limit: int) -> Floats:
     """The chain of a draft model, taken along the text itself: its own continuation is not known without running it.
-    A draft does not know that the text ends, so past its end the chain stays at its last value."""
-    chain = np.full((len(confidence), limit), np.inf)
+    confidences: (T,) at each depth of a round; beyond the last, that one holds. A draft does not know that the text ends,
+    so past its end the chain stays at its last value."""
+    chain = np.full((len(confidences[0]), limit), np.inf)
     first = 0
     for output in texts.outputs:
-        part = confidence[first : first + len(output)]
-        for depth in range(min(limit, len(part))):
+        for depth in range(min(limit, len(output))):
+            part = confidences[min(depth, len(confidences) - 1)][first : first + len(output)]
             chain[first : first + len(part) - depth, depth] = part[depth:]
         first += len(output)
     return np.minimum.accumulate(chain, axis=1)
@@ -102,14 +106,22 @@ def forced_chain(confidence: Floats, texts: Texts, limit: int) -> Floats:
 @torch.inference_mode()
 def text_logits(runner: Runner, prompt: list[int], output: list[int]) -> list[Tensor]:
     """fp32 logits (n, V) that predict each output token, in pieces, by the same cached passes as decoding."""
+    return text_pass(runner, prompt, output)[0]
+
+
+@torch.inference_mode()
+def text_pass(runner: Runner, prompt: list[int], output: list[int]) -> tuple[list[Tensor], Tensor | None]:
+    """`text_logits`, and the features (1, n, hidden) of all tokens read, where the runner keeps them."""
     runner.check_room(len(prompt) + len(output))
     runner.start([prompt], len(prompt) + len(output))
     read = [prompt[-1], *output[:-1]]
-    pieces = []
+    pieces, features = [], [runner.features]
     for begin in range(0, len(read), _CHUNK):
         piece = torch.tensor([read[begin : begin + _CHUNK]], device=runner.device)
         pieces.append(runner.logits(piece, [len(prompt) - 1 + begin])[0])
-    return pieces
+        features.append(runner.features)
+    known = [part for part in features if part is not None]
+    return pieces, torch.cat(known, 1) if known else None
 
 
 def _one_hot(p: Tensor, text: Tensor, drafted: Tensor, greedy: bool, confidence: Tensor) -> dict[str, Tensor]:
@@ -161,44 +173,79 @@ class Tracer:
         return trace
 
     def add(
-        self, trace: Trace, precision: str, target: Runner, draft: Runner | None, progress: Callable[[], None] = lambda: None
+        self,
+        trace: Trace,
+        precision: str,
+        target: Runner,
+        draft: Runner | FeatureDraft | None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Runs target (and draft) along the texts. Calls `progress` after each text."""
-        parts: dict[float, list[dict[str, Tensor]]] = {}
+        parts: dict[tuple[float, int], list[dict[str, Tensor]]] = {}
+        support = draft.support if isinstance(draft, FeatureDraft) else None
         plain: list[Tensor] = []
         first = 0
         for prompt, output in zip(trace.texts.prompts, trace.texts.outputs, strict=True):
-            drafts = text_logits(draft, prompt, output) if draft is not None else None
-            for index, logits in enumerate(text_logits(target, prompt, output)):
+            pieces, features = text_pass(target, prompt, output)
+            drafts = self._draft_logits(draft, prompt, output, features)
+            for index, logits in enumerate(pieces):
                 text = torch.tensor(output[index * _CHUNK : index * _CHUNK + logits.shape[0]])
                 p = probabilities(logits, self.full_support).cpu()
                 plain.append(p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double().log())
-                q_logits = drafts[index] if drafts is not None else None
-                for tau, part in self._laws(trace, p, q_logits, text, first):
-                    parts.setdefault(tau, []).append(part)
+                if drafts is None:
+                    parts.setdefault((1.0, 0), []).append(self._looked_up(trace, p, text, first))
+                for depth, q_pieces in enumerate(drafts or []):
+                    for tau, part in self._drawn(p, q_pieces[index], text, support):
+                        parts.setdefault((tau, depth), []).append(part)
                 first += logits.shape[0]
             progress()
         trace.plain[precision] = torch.cat(plain).numpy()
-        for tau, pieces in parts.items():
-            joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-            trace.laws[precision, tau] = self._kind()(**joined)
+        laws: dict[float, list[Law]] = {}
+        for (tau, _), kept in sorted(parts.items()):
+            joined = {name: torch.cat([piece[name] for piece in kept]) for name in kept[0]}
+            laws.setdefault(tau, []).append(self._kind()(**joined))
+        for tau, by_depth in laws.items():
+            trace.laws[precision, tau], trace.deeper[precision, tau] = by_depth[0], tuple(by_depth[1:])
+
+    def _draft_logits(
+        self, draft: Runner | FeatureDraft | None, prompt: list[int], output: list[int], features: Tensor | None
+    ) -> list[list[Tensor]] | None:
+        """Logits of the draft by depth, in the pieces of `text_pass`; over its support if it has one."""
+        if draft is None:
+            return None
+        if isinstance(draft, Runner):
+            return [text_logits(draft, prompt, output)]
+        assert features is not None
+        return [list(law.split(_CHUNK)) for law in draft.along(prompt, output, features, self.limit)]
 
     def _kind(self) -> type[Any]:
         if self.greedy:
             return GreedyLaw
         return OneHotLaw if self.ngram is not None else BinnedLaw
 
-    def _laws(
-        self, trace: Trace, p: Tensor, q_logits: Tensor | None, text: Tensor, first: int
+    def _looked_up(self, trace: Trace, p: Tensor, text: Tensor, first: int) -> dict[str, Tensor]:
+        """The law of prompt lookup."""
+        place = slice(first, first + len(text))
+        confidence = torch.from_numpy(trace.chain[place, 0].copy())
+        return _one_hot(p, text, self._drafted[place], self.greedy, confidence)
+
+    def _drawn(
+        self, p: Tensor, q_logits: Tensor, text: Tensor, support: Tensor | None
     ) -> list[tuple[float, dict[str, Tensor]]]:
-        if q_logits is None:
-            place = slice(first, first + len(text))
-            confidence = torch.from_numpy(trace.chain[place, 0].copy())
-            return [(1.0, _one_hot(p, text, self._drafted[place], self.greedy, confidence))]
+        """The laws of a draft that samples, one for each tau."""
         if self.greedy:
             q = probabilities(q_logits, self.full_support).cpu()
-            return [(1.0, _one_hot(p, text, q[:, : p.shape[-1]].argmax(-1), True, q.amax(-1).double()))]
-        return [(tau, _binned(p, probabilities(q_logits, self.full_support, tau).cpu(), text)) for tau in TAUS]
+            best = q[:, : p.shape[-1]].argmax(-1) if support is None else support.cpu()[q.argmax(-1)]
+            return [(1.0, _one_hot(p, text, best, True, q.amax(-1).double()))]
+        if support is not None:  # all tokens that the draft cannot propose are one, on which q is 0
+            keep = support.cpu()
+            inside, chosen = p[:, keep], p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double()
+            p = torch.cat([inside, (p.sum(-1) - inside.sum(-1)).clamp_min(0).unsqueeze(-1)], -1)
+            place = torch.searchsorted(keep, text).clamp_max(len(keep) - 1)
+            text = torch.where(keep[place] == text, place, len(keep))
+            q_logits = torch.nn.functional.pad(q_logits, (0, 1), value=-torch.inf)
+        laws = [(tau, _binned(p, probabilities(q_logits, self.full_support, tau).cpu(), text)) for tau in TAUS]
+        return [(tau, law if support is None else {**law, "p_text": chosen}) for tau, law in laws]
 
 
 def save_trace(path: Path, traces: dict[str, Trace]) -> None:
@@ -211,11 +258,12 @@ def save_trace(path: Path, traces: dict[str, Trace]) -> None:
         tensors[f"{half}/chain"] = torch.from_numpy(trace.chain)
         for precision, values in trace.plain.items():
             tensors[f"{half}/plain/{precision}"] = torch.from_numpy(values)
-        for (precision, tau), law in trace.laws.items():
-            kind = next(name for name, cls in _KINDS.items() if isinstance(law, cls))
-            for name in law.__dataclass_fields__:  # type: ignore[attr-defined]
-                if not name.startswith("_"):
-                    tensors[f"{half}/law/{kind}/{precision}/{tau}/{name}"] = getattr(law, name).contiguous()
+        for (precision, tau), first in trace.laws.items():
+            for depth, law in enumerate((first, *trace.deeper.get((precision, tau), ()))):
+                kind = next(name for name, cls in _KINDS.items() if isinstance(law, cls))
+                for name in law.__dataclass_fields__:  # type: ignore[attr-defined]
+                    if not name.startswith("_"):
+                        tensors[f"{half}/law/{kind}/{precision}/{tau}/{depth}/{name}"] = getattr(law, name).contiguous()
         index[half] = {
             "reference": trace.reference,
             "prompts": trace.texts.prompts,
@@ -243,15 +291,19 @@ def load_trace(path: Path) -> dict[str, Trace]:
     for half, note in json.loads(metadata["index"]).items():
         texts = Texts(note["prompts"], note["outputs"], note["limited"])
         trace = Trace(texts, note["reference"], tensors[f"{half}/chain"].numpy())
-        fields: dict[tuple[str, str, float], dict[str, Tensor]] = {}
+        fields: dict[tuple[str, str, float, int], dict[str, Tensor]] = {}
         for key, value in tensors.items():
             place = key.split("/")
             if place[0] == half and place[1] == "plain":
                 trace.plain[place[2]] = value.numpy()
             elif place[0] == half and place[1] == "law":
-                fields.setdefault((place[2], place[3], float(place[4])), {})[place[5]] = value
-        for (kind, precision, tau), values in fields.items():
-            trace.laws[precision, tau] = _KINDS[kind](**values)
+                fields.setdefault((place[2], place[3], float(place[4]), int(place[5])), {})[place[6]] = value
+        for (kind, precision, tau, depth), values in sorted(fields.items(), key=lambda item: item[0][3]):
+            law = _KINDS[kind](**values)
+            if depth == 0:
+                trace.laws[precision, tau] = law
+            else:
+                trace.deeper[precision, tau] = (*trace.deeper.get((precision, tau), ()), law)
         traces[half] = trace
     return traces
 

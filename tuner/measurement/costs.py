@@ -17,6 +17,7 @@ import torch
 from lossyspec.decoding import Job, decode
 from lossyspec.drafting import Draft, NgramDraft, Proposal, Request
 from lossyspec.errors import ConfigurationError
+from lossyspec.head_drafting import FeatureDraft
 from lossyspec.records import write_text
 from lossyspec.runner import Runner
 from lossyspec.settings import MAX_DRAFT_LENGTH, Precision, Sampling, Settings, make_settings
@@ -234,9 +235,11 @@ class CostMeter:
         generator.manual_seed(0)
         width, device = 4, target.device
         logits = 3 * torch.randn(batch, width + 1, target.vocab_size, generator=generator, device=device)
-        noise = torch.randn(batch, width, target.vocab_size, generator=generator, device=device)
-        p, q = logits.softmax(-1), (logits[:, :width] + noise).softmax(-1)
-        proposal = Proposal(q.argmax(-1), [width] * batch, q, width)
+        draft = self.runners(self.precision)[1]
+        support = draft.support if isinstance(draft, FeatureDraft) else torch.arange(target.vocab_size, device=device)
+        noise = torch.randn(batch, width, len(support), generator=generator, device=device)
+        p, q = logits.softmax(-1), (logits[:, :width, support] + noise).softmax(-1)
+        proposal = Proposal(support[q.argmax(-1)], [width] * batch, q, width, support)
         uniforms = torch.rand(batch, width + 1, generator=generator, device=device)
         settings = make_settings(rule=rule, alpha=0.3)
         alpha = torch.full((batch, width), 0.3, device=device)
