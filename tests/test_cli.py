@@ -231,6 +231,12 @@ def test_a_wrong_prompts_file_is_named_with_its_line(cli: Cli, tmp_path: Path, r
     assert re.match(rf"error: p\.jsonl.* ?{said}", result.message)
 
 
+def test_a_prompts_file_of_windows_is_read(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    plan = json.loads(cli("search", "--prompts", "p.jsonl", "--dry-run").out)
+    assert (plan["workload"]["search"], plan["workload"]["confirm"]) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

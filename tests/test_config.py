@@ -64,7 +64,7 @@ def test_lists_of_names_and_auto() -> None:
 
 def test_defaults_relax_nothing_by_force_and_batches_are_sorted_without_repeats() -> None:
     config = make_config()
-    assert (config.task, config.draft, config.force, config.strict) == ("dialogue", "ngram", False, False)
+    assert (config.task, config.force, config.strict) == ("dialogue", False, False)
     assert make_config(batch_sizes=(8, 1, 4, 1)).batch_sizes == (1, 4, 8)
 
 
@@ -83,6 +83,7 @@ def test_defaults_relax_nothing_by_force_and_batches_are_sorted_without_repeats(
         ({"budget_s": 9.9}, "budget_s is 9.9"),
         ({"trials": 0}, "trials is 0"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**31}, "seed is 2147483648"),
         ({"precisions": ("bf17",)}, "'bf17'"),
         ({"rules": ("optimal", "optimistic")}, "'optimistic'"),
         ({"sampling": {"temperature": -1.0}}, "sampling.temperature is -1.0"),

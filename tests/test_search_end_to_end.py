@@ -451,6 +451,18 @@ def test_O8_no_feasible_configuration_ends_with_the_nearest_one(
     assert not (tmp_path / "run" / "front.json").exists()
 
 
+def test_a_model_without_a_chat_template_is_searched_on_plain_prompts(place: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", template=False)
+    result = search(place, tmp_path / "run", target=str(tmp_path / "base"), batch_sizes=(1,), trials=4, texts=2)
+    prompts = load_trace(result.folder / "trace.safetensors")["search"].texts.prompts
+    rows = [json.loads(line)["prompt"] for line in lines_of(place / "prompts.jsonl")]
+    assert prompts == [tiny_tokenizer()(row)["input_ids"] for row in (rows[0], rows[2])]
+    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}, {"role": "user", "content": "w3"}]
+    (tmp_path / "chat.jsonl").write_text(2 * (json.dumps({"messages": turns}) + "\n"), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template"):
+        search(place, tmp_path / "chat", target=str(tmp_path / "base"), prompts=tmp_path / "chat.jsonl")
+
+
 def test_a_draft_with_another_tokenizer_is_refused_before_anything_is_traced(place: Path, tmp_path: Path) -> None:
     save_tiny(tmp_path / "draft", seed=2)
     tiny_tokenizer(90).save_pretrained(tmp_path / "draft")

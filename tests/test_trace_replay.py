@@ -19,6 +19,8 @@ from lossyspec.acceptance import entropy
 from lossyspec.decoding import Job, decode
 from lossyspec.drafting import ModelDraft, NgramDraft, ngram_chain
 from lossyspec.errors import ConfigurationError
+from lossyspec.feature_head import FeatureHead, HeadShape
+from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likelihood import dense_weights, forward
 from lossyspec.runner import Runner
 from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
@@ -219,8 +221,12 @@ def test_ngram_chains_are_what_prompt_lookup_proposes_at_each_position(pair: Pai
 
 def test_the_chain_of_a_draft_model_runs_along_the_text_and_does_not_end_with_it() -> None:
     texts = Texts([[1], [1]], [[5, 6, 7], [8]], [True, False])
-    chain = forced_chain([np.array([0.9, 0.5, 0.7, 0.4])], texts, 3)
+    flat = np.array([0.9, 0.5, 0.7, 0.4])
+    chain = forced_chain([flat], texts, 3)
     assert chain.tolist() == [[0.9, 0.5, 0.5], [0.5, 0.5, 0.5], [0.7, 0.7, 0.7], [0.4, 0.4, 0.4]]
+    # confidences that depend on the depth; beyond the last one that was traced, it holds
+    deeper = forced_chain([flat, np.array([1.0, 0.8, 0.6, 1.0])], texts, 3)
+    assert deeper.tolist() == [[0.9, 0.8, 0.6], [0.5, 0.5, 0.5], [0.7, 0.7, 0.7], [0.4, 0.4, 0.4]]
 
 
 def test_a_text_without_tokens_is_refused() -> None:
@@ -241,10 +247,13 @@ def same_trace(one: Trace, other: Trace) -> None:
     assert np.array_equal(one.chain, other.chain)
     assert one.plain.keys() == other.plain.keys()
     assert one.laws.keys() == other.laws.keys()
+    deeper, theirs = ({key: laws for key, laws in trace.deeper.items() if laws} for trace in (one, other))
+    assert {key: len(laws) for key, laws in deeper.items()} == {key: len(laws) for key, laws in theirs.items()}
     for key, values in one.plain.items():
         assert np.array_equal(values, other.plain[key])
-    for key, law in one.laws.items():
-        twin = other.laws[key]
+    pairs = [(key, one.laws[key], other.laws[key]) for key in one.laws]
+    pairs += [(key, *two) for key in deeper for two in zip(deeper[key], theirs[key], strict=True)]
+    for key, law, twin in pairs:
         assert type(twin) is type(law)
         for name in law.__dataclass_fields__:  # type: ignore[attr-defined]
             assert torch.equal(getattr(law, name), getattr(twin, name)), (key, name)
@@ -601,6 +610,118 @@ def test_the_last_token_before_the_limit_is_never_drafted() -> None:
         # 5 tokens in the first round; then one that is plain (limited), or accepted at the end of the text
         assert flow.tokens_per_round == pytest.approx(6 / rounds)
         assert flow.drafted.tolist() == pytest.approx(drafted if not limited else [0.5, 0.0, 0.0, 0.0, 0.5])
+
+
+# a draft whose law depends on the depth of a round
+
+
+HEAD_DEPTHS = 3
+
+
+@dataclass(frozen=True)
+class Head:
+    """The same target with a random feature head that can propose 20 of its 24 tokens, and its trace to depth 3."""
+
+    target: Runner
+    draft: FeatureDraft
+    replay: Replay
+
+    def live(self, settings: Settings, texts: Texts, temperature: float, repeat: int = 1) -> Stats:
+        return generate(self.target, self.draft, settings, texts.prompts * repeat, temperature, seed=2, eos=False)[0]
+
+
+def head_trace(target: Runner, draft: FeatureDraft, texts: Texts, temperature: float) -> Trace:
+    tracer = Tracer(Sampling(temperature=temperature), None, HEAD_DEPTHS)
+    trace = tracer.begin(texts, "fp32")
+    tracer.add(trace, "fp32", target, draft)
+    return trace
+
+
+@pytest.fixture(scope="module")
+def head(pair: Pair) -> Head:
+    torch.manual_seed(3)
+    network = FeatureHead(HeadShape(32, 32, 4, 2, 64, 1, 20), torch.randperm(VOCAB)[:20].sort().values).eval()
+    target = Runner(copy.deepcopy(pair.target.model))
+    target.keep_features()
+    draft = FeatureDraft(network, target.model, VOCAB)
+    return Head(target, draft, Replay(head_trace(target, draft, pair.cut, 1.0)))
+
+
+def head_log_ratio(head: Head, texts: Texts, settings: Settings) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """As `direct_log_ratio`, with q of each depth of a round; all texts are cut at the limit."""
+    depths, both = settings.draft_length, list(zip(texts.prompts, texts.outputs, strict=True))
+    p = torch.stack([direct_logits(head.target, prompt, output).softmax(-1) for prompt, output in both])
+    q = torch.zeros(*p.shape[:2], depths, VOCAB, dtype=torch.float64)
+    for row, (prompt, output) in enumerate(both):
+        with torch.no_grad():
+            hidden = head.target.model(torch.tensor([prompt + output]), output_hidden_states=True, use_cache=False)
+            laws = head.draft.along(prompt, output, hidden.hidden_states[-1][:, :-1], depths)
+        for depth, logits in enumerate(laws):
+            q[row, :, depth, head.draft.support] = (logits.double() / settings.tau).softmax(-1)
+    draftable = q.amax(-1) >= settings.theta
+    draftable[:, -1] = False
+    tokens, mask = torch.tensor(texts.outputs), torch.ones(p.shape[:2], dtype=torch.bool)
+    alpha = torch.full(tokens.shape, settings.alpha, dtype=torch.float64)
+    weights = dense_weights(p, q, tokens, settings.rule, alpha, draftable, mask)
+    return np.log(weights.plain).sum(1) - forward(weights, depths).log_likelihood
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rule": "optimal", "alpha": 0.3, "tau": 1.0},
+        {"rule": "mixture", "alpha": 0.6, "tau": 1.5, "theta": 0.2},
+        {"rule": "priced", "alpha": 0.4, "tau": 0.7},
+        {"rule": "lenience", "alpha": 0.3, "tau": 1.2, "draft_length": 2},
+        {"rule": "exact", "alpha": 0.0, "tau": 0.5, "draft_length": 1},
+    ],
+    ids=str,
+)
+def test_lossy_perplexity_with_a_feature_head_uses_the_law_of_each_depth(
+    pair: Pair, head: Head, values: dict[str, Any]
+) -> None:
+    settings = Settings(**{"draft_length": HEAD_DEPTHS, **values})
+    wanted = head_log_ratio(head, pair.cut, settings)
+    replayed = head.replay.run(settings)
+    np.testing.assert_allclose(replayed.log_ratio, wanted, atol=0.02)
+    assert replayed.perplexity_ratio == pytest.approx(math.exp(wanted.sum() / pair.cut.tokens), abs=1e-3)
+    if settings.draft_length > 1:
+        only_first = Replay(replace(head.replay.trace, deeper={})).run(settings)
+        assert np.abs(only_first.log_ratio - wanted).max() > 0.1
+
+
+@pytest.mark.parametrize(("length", "theta"), [(1, 0.0), (3, 0.0), (3, 0.2)])
+def test_flow_of_a_feature_head_is_that_of_live_decoding(pair: Pair, head: Head, length: int, theta: float) -> None:
+    settings = Settings(rule="exact", draft_length=length, tau=1.5, theta=theta)
+    stats = head.live(settings, pair.cut, temperature=1.0, repeat=5)
+    assert stats.accepted > 300
+    check_flow(head.replay.run(settings), stats, length, drafted=0.04 if theta == 0.0 else 0.06)
+
+
+def test_greedy_replay_of_a_feature_head_counts_exactly_what_live_greedy_decoding_does(pair: Pair, head: Head) -> None:
+    replay = Replay(head_trace(head.target, head.draft, pair.greedy_cut, 0.0))
+    for length in (1, 3):
+        settings = Settings(rule="exact", draft_length=length)
+        stats = head.live(settings, pair.greedy_cut, temperature=0.0)
+        assert stats.accepted > 20
+        flow = replay.run(settings).flow
+        assert flow.tokens_per_round == pytest.approx(stats.tokens_per_round, abs=1e-12)
+        assert flow.acceptance == pytest.approx(stats.acceptance, abs=1e-12)
+
+
+def test_a_trace_by_depth_survives_its_file(head: Head, tmp_path: Path) -> None:
+    save_trace(tmp_path / "trace.safetensors", {"search": head.replay.trace})
+    loaded = load_trace(tmp_path / "trace.safetensors")["search"]
+    same_trace(head.replay.trace, loaded)
+    settings = Settings(rule="optimal", alpha=0.3, draft_length=HEAD_DEPTHS)
+    assert Replay(loaded).run(settings).perplexity_ratio == head.replay.run(settings).perplexity_ratio
+
+
+def test_a_round_longer_than_the_traced_depths_goes_on_with_the_last_of_them(head: Head) -> None:
+    runs = [head.replay.run(Settings(rule="optimal", alpha=0.3, draft_length=length)) for length in (1, 2, 3, 4, 6)]
+    for low, high in itertools.pairwise(runs):
+        assert high.flow.tokens_per_round >= low.flow.tokens_per_round
+        assert len(high.flow.drafted) > len(low.flow.drafted)
 
 
 # temperature 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from lossyspec.decoder import prompt_ids
+from lossyspec.decoder import Prompt, prompt_ids
 from lossyspec.hardware import HardwareInfo, used_gpu
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.records import BlockRecord, TrialRecord
@@ -71,7 +71,13 @@ def make_traces(work: Work, folder: RunFolder) -> dict[str, Trace]:
 
 def _prompts(work: Work, items: Sequence[Item]) -> list[list[int]]:
     tokenizer = work.pool.decoder(work.reference).tokenizer
-    return [prompt_ids(tokenizer, item.messages) for item in items]
+    return [prompt_ids(tokenizer, _as_prompt(item)) for item in items]
+
+
+def _as_prompt(item: Item) -> Prompt:
+    """A single user message as a plain string, which a model without a chat template can read too."""
+    first, *more = item.messages
+    return first["content"] if first["role"] == "user" and not more else item.messages
 
 
 def _sampled_texts(work: Work) -> dict[str, Texts]:

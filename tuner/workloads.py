@@ -142,7 +142,7 @@ def _bundled(task: Task) -> list[Item]:
 def read_prompts(path: Path) -> list[Item]:
     """The rows of a JSONL file. Raises ConfigurationError naming the file, the line and what is wrong."""
     try:
-        return list(_jsonl(path.read_text(encoding="utf-8"), str(path)))
+        return list(_jsonl(path.read_text(encoding="utf-8-sig"), str(path)))
     except FileNotFoundError:
         raise ConfigurationError(f"prompts {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
