@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .runner import Runner
 from .sampling import Processor, draw, penalise, probabilities
-from .settings import NgramSettings, Sampling, Settings
+from .settings import MAX_DRAFT_LENGTH, NgramSettings, Sampling, Settings
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ class ModelDraft:
         self._read: list[list[int]] = []
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
-        """Reads the prompts."""
+        """Reads the prompts. Raises ConfigurationError when the texts do not fit the draft model's positions."""
+        self.runner.check_room(capacity - MAX_DRAFT_LENGTH - 1)
         self.runner.start(prompts, capacity)
         self._read = [list(prompt[:-1]) for prompt in prompts]
 

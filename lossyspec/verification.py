@@ -31,7 +31,7 @@ def _sampled_chances(p: Tensor, proposal: Proposal, rule: str, alpha: Tensor) ->
     if rule == "typical":
         return _sampled_chances(p, proposal.on_all(p.shape[-1]), rule, alpha)
     verification = verify(rule, *_compact(p, proposal), alpha)
-    place = torch.searchsorted(proposal.support, proposal.tokens)
+    place = torch.searchsorted(proposal.support, proposal.tokens.contiguous())  # a slice when theta cut all rows short
     return verification.accept.gather(-1, place.unsqueeze(-1)).squeeze(-1), verification
 
 

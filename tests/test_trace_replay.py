@@ -703,18 +703,30 @@ def test_greedy_replay_of_a_feature_head_counts_exactly_what_live_greedy_decodin
     for length in (1, 3):
         settings = Settings(rule="exact", draft_length=length)
         stats = head.live(settings, pair.greedy_cut, temperature=0.0)
-        assert stats.accepted > 20
+        assert stats.accepted > 10
         flow = replay.run(settings).flow
         assert flow.tokens_per_round == pytest.approx(stats.tokens_per_round, abs=1e-12)
         assert flow.acceptance == pytest.approx(stats.acceptance, abs=1e-12)
 
 
-def test_a_trace_by_depth_survives_its_file(head: Head, tmp_path: Path) -> None:
-    save_trace(tmp_path / "trace.safetensors", {"search": head.replay.trace})
+def test_a_head_that_theta_cuts_short_in_every_row_decodes_without_a_warning(pair: Pair, head: Head) -> None:
+    torch.set_warn_always(True)  # else torch warns once a process, in whichever test comes first
+    try:
+        stats = head.live(Settings(rule="exact", draft_length=3, theta=0.7), pair.cut, temperature=1.0)
+    finally:
+        torch.set_warn_always(False)
+    assert 0 < stats.drafted < 3 * stats.rounds
+
+
+def test_a_trace_by_depth_survives_its_file(pair: Pair, head: Head, tmp_path: Path) -> None:
+    few = Texts(pair.cut.prompts[:3], pair.cut.outputs[:3], pair.cut.limited[:3])
+    trace = head_trace(head.target, head.draft, few, 1.0)
+    assert {len(laws) for laws in trace.deeper.values()} == {HEAD_DEPTHS - 1}
+    save_trace(tmp_path / "trace.safetensors", {"search": trace})
     loaded = load_trace(tmp_path / "trace.safetensors")["search"]
-    same_trace(head.replay.trace, loaded)
+    same_trace(trace, loaded)
     settings = Settings(rule="optimal", alpha=0.3, draft_length=HEAD_DEPTHS)
-    assert Replay(loaded).run(settings).perplexity_ratio == head.replay.run(settings).perplexity_ratio
+    assert Replay(loaded).run(settings).perplexity_ratio == Replay(trace).run(settings).perplexity_ratio
 
 
 def test_a_round_longer_than_the_traced_depths_goes_on_with_the_last_of_them(head: Head) -> None:

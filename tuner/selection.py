@@ -45,7 +45,8 @@ def to_confirm(records: Sequence[TrialRecord], max_quality_loss: float) -> list[
     All at the batch size of the fastest feasible point, where they can be compared; plain comes first.
     """
     fits = [record for record in records if record.state != "failed" and record.constraints.get("memory", 0) <= 0]
-    feasible = [record for record in fits if record.state == "complete"]
+    plain = {record.batch_size for record in fits if record.kind == "plain"}  # the others have nothing to be compared with
+    feasible = [record for record in fits if record.state == "complete" and record.batch_size in plain]
     best = _fastest(feasible)
     if best is None:
         return []
