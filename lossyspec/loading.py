@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -96,7 +97,6 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    logger.info("converting %s once; it is kept in %s", source.name, folder)
     place, name = str(source.parent), source.name
     model = AutoModelForCausalLM.from_pretrained(
         place, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -142,8 +142,10 @@ def gguf_folder(source: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not _stored(folder, source_sha256):
+            logger.info("converting %s once (about 20 s for 135M weights); it is kept in %s", source.name, folder)
             try:
-                with quiet_transformers():
+                # transformers' bar for this cannot be turned off otherwise; what went wrong comes with the exception
+                with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
                     _convert_gguf(source, folder)
             except (ValueError, ImportError, OSError, KeyError, RuntimeError) as problem:
                 raise ConfigurationError(f"{source}: transformers cannot read this GGUF file: {problem}") from problem

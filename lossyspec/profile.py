@@ -148,8 +148,9 @@ def compare(profile: Profile, here: Here) -> tuple[list[str], list[str]]:
             relaxed = name in tuned.relax or (group and group in tuned.relax)
             (soft if relaxed else hard).append(f"{name}: tuned on {then}, here {now}")
 
-    for field in ("kind", "name", "compute_capability", "mig"):
+    for field in ("kind", "name", "compute_capability"):
         check(f"device.{field}", getattr(tuned.device, field), getattr(here.device, field))
+    check("device.mig", tuned.device.mig or "no slice", here.device.mig or "no slice")
     for role, then, now in (("target", tuned.target, here.target), ("draft", tuned.draft, here.draft)):
         for field in ("kind", "config_sha256", "weights_sha256"):
             check(f"{role}.{field}", getattr(then, field), getattr(now, field))

@@ -219,7 +219,7 @@ def test_a_wrong_option_of_generate_is_refused_before_a_model_is_loaded(cli: Cli
             "line 2: needs 'messages' \\(a list\\) or 'prompt' \\(a text\\); it has \\['promt'\\]",
         ),
         ("[1]\n", "line 1: expected a JSON object, found list"),
-        ('{"prompt": "a"}\n', "holds 1 prompts; at least 2 are needed"),
+        ('{"prompt": "a"}\n', "holds 1 prompt; at least 2 are needed"),
         ("", "holds 0 prompts"),
         ('{"messages": [{"role": "bot", "content": "x"}]}\n', "line 1: messages must be a list"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -30,9 +31,19 @@ for command in (search, distill, detect, generate, show, report, profiles):
     app.add_command(command)
 
 
+def _log_to_stderr() -> None:
+    """What the library logs, as lines on stderr."""
+    logger = logging.getLogger("lossytune")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
 def main() -> None:
     """Entry point: every error on purpose becomes one message and its exit code, without a traceback."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _log_to_stderr()
     try:
         app(standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):  # click turns the second into the first

@@ -10,6 +10,7 @@ from lossyspec.settings import Settings, make_sampling, make_settings
 from lossyspec.stopping import Stopping
 
 from .cli_common import given, print_json, sampling_options
+from .workloads import find_task
 
 
 @click.command()
@@ -83,6 +84,8 @@ def generate(
     make_sampling(**sampling)  # wrong values are refused before a model is loaded
     make_settings(**changes)
     Stopping(max_new_tokens, stop_strings=stop)
+    if task is not None:
+        find_task(task)
     decoder = Decoder.from_profile(profile, task, target, draft, allow_mismatch=allow_mismatch)
     decoder.settings = _changed(decoder.settings, changes)
     text, last = [], None

@@ -65,7 +65,12 @@ def parse_loss(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
     if not match:
         raise ConfigurationError(f"quality loss is {text!r}; allowed: a share or a percentage, such as 0.05 or 5%")
-    return float(match[1]) / (100 if match[2] else 1)
+    share = float(match[1]) / (100 if match[2] else 1)
+    if share > 1 and not match[2]:
+        raise ConfigurationError(
+            f"quality loss is {text!r}, which is a share of {share:.0%}; write {text.strip()}% for a percentage"
+        )
+    return share
 
 
 def parse_numbers(text: str, name: str) -> tuple[int, ...]:

@@ -212,9 +212,8 @@ def load_workload(task_name: str, prompts: Path | None = None, dataset: str | No
     else:
         raise ConfigurationError(f"task {task.name!r} has no bundled prompts; give --prompts FILE.jsonl or --dataset NAME")
     if len(items) < 2:
-        raise ConfigurationError(
-            f"{source} holds {len(items)} prompts; at least 2 are needed (one to search on, one to confirm)"
-        )
+        count = f"{len(items)} prompt{'s' if len(items) != 1 else ''}"
+        raise ConfigurationError(f"{source} holds {count}; at least 2 are needed (one to search on, one to confirm)")
     search, confirm = tuple(items[0::2][:texts]), tuple(items[1::2][:texts])
     return Workload(task, source, search, confirm, _hash(search + confirm))
 
