@@ -215,7 +215,7 @@ class BinnedLaw:
         return 0.5 * (_xlogx(p, middle) + _xlogx(q, middle)).sum(-1)
 
     def _measured(self, pi: Tensor, accepted: Tensor, rejected: Tensor, acceptance: Tensor) -> Answer:
-        """Distances of the emitted masses `pi` (T, BINS) to p; KLs of binned masses are lower bounds, close at this width."""
+        """Distances of the emitted masses `pi` (T, BINS) to p; KLs of binned masses are (close) lower bounds."""
         p = self.p_mass
         ratio = (p.clamp_min(1e-38) / pi.clamp_min(1e-38)).log()
         zero = torch.zeros_like(ratio)
