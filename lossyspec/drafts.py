@@ -43,6 +43,11 @@ def _head_folder(name: str) -> Path | None:
     return Path(name) if is_head(Path(name)) else None
 
 
+def names_head(name: str) -> bool:
+    """Whether a draft's name means a feature head."""
+    return name == HEAD or is_head(Path(name))
+
+
 def automatic(target_name: str) -> str:
     """What `auto` means for a target: the head that ships for the embedded one, else prompt lookup."""
     return HEAD if target_name == "embedded" and embedded_head() is not None else NGRAM

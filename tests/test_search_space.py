@@ -30,7 +30,7 @@ def space_of(
     unsuitable: str | None = None,
     **config: Any,
 ) -> SearchSpace:
-    return build_space(make_config(**config), dense, greedy, unsupported, unsuitable)
+    return build_space(make_config(**config), TAUS if dense else (), greedy, unsupported, unsuitable)
 
 
 SPACES = {
@@ -242,7 +242,7 @@ def test_O15_the_digest_follows_every_choice_and_the_context() -> None:
 def test_the_digest_is_the_same_in_another_process() -> None:
     code = (
         "from lossyspec.tuner.config import make_config; from lossyspec.tuner.search_space import build_space; "
-        "print(build_space(make_config(), False, False, {'fp32': None, 'bf16': None, 'fp16': None}, None).digest('x'))"
+        "print(build_space(make_config(), (), False, {'fp32': None, 'bf16': None, 'fp16': None}, None).digest('x'))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == SPACES["ngram"].digest("x")

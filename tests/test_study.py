@@ -32,7 +32,7 @@ Failing = Callable[[Settings, int], Exception | None]
 
 def space_of(batch_sizes: tuple[int, ...] = (1, 4), **config: Any) -> SearchSpace:
     return build_space(
-        make_config(batch_sizes=batch_sizes, **config), False, False, {"fp32": None, "bf16": None, "fp16": "no"}, None
+        make_config(batch_sizes=batch_sizes, **config), (), False, {"fp32": None, "bf16": None, "fp16": "no"}, None
     )
 
 
@@ -156,7 +156,7 @@ def test_plain_decoding_at_each_precision_and_batch_comes_first_then_lossless_th
 
 
 def test_a_task_that_is_not_relaxed_starts_with_plain_and_lossless_alone() -> None:
-    space = build_space(make_config(batch_sizes=(1,), task="math"), False, False, {"fp32": None}, "it is wrong")
+    space = build_space(make_config(batch_sizes=(1,), task="math"), (), False, {"fp32": None}, "it is wrong")
     study = make_study(space)
     study.enqueue_baselines()
     study.run(20, never)

@@ -10,14 +10,15 @@ import torch
 
 from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import Draft
-from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, load_draft
+from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, load_draft, names_head
 from lossyspec.loading import LoadedModel, load
 from lossyspec.profile import Here
 from lossyspec.records import BlockRecord
 from lossyspec.runner import Runner
-from lossyspec.settings import Precision, Precisions, Sampling, Settings
+from lossyspec.settings import Precision, Sampling, Settings
 
 from .config import SearchConfig
+from .trace import HEAD_TAUS, TAUS
 
 
 class ModelPool:
@@ -26,7 +27,8 @@ class ModelPool:
     def __init__(self, config: SearchConfig, say: Callable[[str], None]) -> None:
         self.config = config
         self.say = say
-        self.dense = config.draft != NGRAM
+        self.taus = draft_taus(config.draft)
+        self.dense = bool(self.taus)
         self._decoders: dict[str, Decoder] = {}
         self.target: LoadedModel | None = None
         self.draft: LoadedDraft = None
@@ -139,9 +141,11 @@ class ModelPool:
         return run
 
 
-def default_precisions(precision: Precision, dense: bool) -> Precisions:
-    """Target and draft in the same precision; no draft precision where it has no weights."""
-    return Precisions(target=precision, draft=precision if dense else None)
+def draft_taus(name: str) -> tuple[float, ...]:
+    """Draft temperatures that are searched for a draft by name; none for prompt lookup, which does not sample."""
+    if name == NGRAM:
+        return ()
+    return HEAD_TAUS if names_head(name) else TAUS
 
 
 def _until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:

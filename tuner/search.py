@@ -29,7 +29,7 @@ from .progress import Reporter
 from .replay import Replay
 from .search_space import SearchSpace, build_space
 from .selection import to_confirm
-from .stages import Work, make_meter, make_traces, measure_costs, measure_live, search_trials
+from .stages import Work, make_meter, make_traces, measure_costs, measure_live, search_trials, trace_chosen
 from .store import RunFolder, new_folder, refuse_changes, unfinished_folder
 from .workloads import Workload, load_workload
 
@@ -76,7 +76,7 @@ class Search:
         self.pool = ModelPool(config, reporter.say)
         self.space: SearchSpace = build_space(
             config,
-            self.pool.dense,
+            self.pool.taus,
             self.sampling.temperature == 0,
             supported_precisions(self.hardware),
             self.workload.task.unsuitable,
@@ -121,6 +121,7 @@ class Search:
         study = self._timed("search", lambda: search_trials(self.work, objective, folder))
         chosen = to_confirm(study.records, self.config.max_quality_loss)
         self._refuse_infeasible(chosen, study.records)
+        self._timed("trace_confirm", lambda: trace_chosen(self.work, traces, chosen, folder))
         blocks = self._timed("live", lambda: measure_live(self.work, chosen, traces, folder))
         confirmed = self._timed(
             "confirmation",

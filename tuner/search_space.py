@@ -15,7 +15,6 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.settings import NgramSettings, Precision, Precisions, Rule, Settings
 
 from .config import SearchConfig
-from .trace import TAUS
 
 _DEFAULT_RULES: tuple[Rule, ...] = ("optimal", "mixture", "priced")
 #: thresholds between the confidences 1/2, 2/3, 3/4, 4/5 of matches of 1, 2, 3, 4 tokens
@@ -25,16 +24,21 @@ _NGRAM_TWINS: dict[Rule, Rule] = {"mixture": "optimal"}
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices. dense: the draft samples from a full q. excluded: what is not searched, by name, with the reason."""
+    """The choices. taus: draft temperatures, none when the draft does not sample. excluded: the reason by name."""
 
     rules: tuple[Rule, ...]
     precisions: tuple[Precision, ...]
     batch_sizes: tuple[int, ...]
     max_draft_length: int
-    dense: bool
+    taus: tuple[float, ...]
     relax: bool
     greedy: bool
     excluded: dict[str, str]
+
+    @property
+    def dense(self) -> bool:
+        """Whether the draft samples from a full q."""
+        return bool(self.taus)
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
@@ -50,7 +54,7 @@ class SearchSpace:
         if self.dense:
             found["theta"] = FloatDistribution(0.0, 0.9, step=0.05)
             if not self.greedy:
-                found["tau"] = CategoricalDistribution(TAUS)
+                found["tau"] = CategoricalDistribution(self.taus)
         else:
             found["theta"] = CategoricalDistribution(_NGRAM_THETAS)
         return found
@@ -124,9 +128,14 @@ def _as_json(kind: BaseDistribution) -> str:
 
 
 def build_space(
-    config: SearchConfig, dense: bool, greedy: bool, unsupported: Mapping[Precision, str | None], unsuitable: str | None
+    config: SearchConfig,
+    taus: tuple[float, ...],
+    greedy: bool,
+    unsupported: Mapping[Precision, str | None],
+    unsuitable: str | None,
 ) -> SearchSpace:
-    """The space for a search. unsupported: the reason by precision, None where it runs. unsuitable: why not to relax.
+    """The space for a search. taus: of the draft, none if it does not sample. unsupported: the reason by precision, None
+    where it runs. unsuitable: why not to relax.
 
     Raises ConfigurationError when a precision was asked for by name and the hardware lacks it, or a rule cannot be used.
     """
@@ -149,15 +158,15 @@ def build_space(
     if greedy and rules:
         excluded.update({f"rule {rule}": "at temperature 0 all rules accept alike" for rule in rules[1:]})
         rules = rules[:1]
-    elif not dense:
+    elif not taus:
         for rule, twin in _NGRAM_TWINS.items():
             if rule in rules and twin in rules:
                 excluded[f"rule {rule}"] = f"the same law as {twin} for a draft that proposes one token for certain"
                 rules = tuple(name for name in rules if name != rule)
     elif "typical" in rules:
         raise ConfigurationError("rule typical cannot be replayed with a draft model; allowed with --draft ngram")
-    if not dense:
+    if not taus:
         excluded["tau"] = "the n-gram draft has no temperature"
     return SearchSpace(
-        rules, tuple(precisions), config.batch_sizes, config.max_draft_length, dense, relax and bool(rules), greedy, excluded
+        rules, tuple(precisions), config.batch_sizes, config.max_draft_length, taus, relax and bool(rules), greedy, excluded
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -48,25 +48,45 @@ class Work:
 
 
 def make_traces(work: Work, folder: RunFolder) -> dict[str, Trace]:
-    """Traces of both halves (and the references) at each precision; from the run folder when it has them."""
+    """The texts of both halves (and the references), and the trace of the search half at each precision; from the run
+    folder when it has them. The others are traced when it is known which points are confirmed."""
     if folder.trace.exists():
         work.reporter.say("trace: from the run folder")
         return load_trace(folder.trace)
-    texts = _sampled_texts(work)
-    tracer = Tracer(work.sampling, None if work.pool.dense else NgramSettings(), work.config.max_draft_length)
-    traces: dict[str, Trace] = {}
-    count = sum(len(part.prompts) for part in texts.values()) * len(work.space.precisions)
-    with work.reporter.steps(
-        f"tracing {sum(part.tokens for part in texts.values())} tokens in {', '.join(work.space.precisions)}", count
-    ) as step:
-        for half, part in texts.items():
-            traces[half] = tracer.begin(part, work.reference)
-            for precision in work.space.precisions:
-                decoder = work.pool.decoder(precision)
-                draft = decoder.draft if isinstance(decoder.draft, FeatureDraft) else getattr(decoder.draft, "runner", None)
-                tracer.add(traces[half], precision, decoder.target, draft, step.advance)
+    tracer = _tracer(work)
+    traces = {half: tracer.begin(part, work.reference) for half, part in _sampled_texts(work).items()}
+    _add(work, {"search": traces["search"]}, dict.fromkeys(work.space.precisions, work.space.taus))
     save_trace(folder.trace, traces)
     return traces
+
+
+def trace_chosen(work: Work, traces: dict[str, Trace], chosen: Sequence[TrialRecord], folder: RunFolder) -> None:
+    """Adds to the confirmation half and the references what the chosen points need."""
+    needed: dict[Precision, set[float]] = {work.reference: {1.0} & set(work.space.taus)}
+    for record in chosen:
+        needed.setdefault(record.settings.precision.target, set()).add(record.settings.tau if work.pool.dense else 1.0)
+    rest = {half: trace for half, trace in traces.items() if half != "search"}
+    _add(work, rest, {precision: sorted(taus) for precision, taus in needed.items()})
+    save_trace(folder.trace, traces)
+
+
+def _tracer(work: Work) -> Tracer:
+    return Tracer(work.sampling, None if work.pool.dense else NgramSettings(), work.config.max_draft_length)
+
+
+def _add(work: Work, traces: dict[str, Trace], wanted: Mapping[Precision, Sequence[float]]) -> None:
+    """Runs the models along the texts of each trace, at each precision that it does not hold yet."""
+    tracer = _tracer(work)
+    total = sum(trace.texts.tokens for trace in traces.values())
+    count = sum(len(trace.texts.prompts) for trace in traces.values()) * len(wanted)
+    with work.reporter.steps(f"tracing {total} tokens in {', '.join(wanted)}", count) as step:
+        for trace in traces.values():
+            for precision, taus in wanted.items():
+                if precision in trace.plain and all((precision, tau) in trace.laws for tau in taus):
+                    continue
+                decoder = work.pool.decoder(precision)
+                draft = decoder.draft if isinstance(decoder.draft, FeatureDraft) else getattr(decoder.draft, "runner", None)
+                tracer.add(trace, precision, decoder.target, draft, step.advance, taus)
 
 
 def _prompts(work: Work, items: Sequence[Item]) -> list[list[int]]:
@@ -192,7 +212,7 @@ def measure_live(
         for record in chosen
     ]
     outside = work.pool.run_transformers(plain.settings.precision.target, work.sampling, limit)
-    contestants.append(Contestant("transformers", plain.batch_size, named("transformers", outside)))
+    contestants.append(Contestant("transformers", plain.batch_size, named("transformers", outside), every=2))
     left = max(work.config.budget_s - (monotonic() - work.began) - _END_S, 0.0)
     with work.reporter.steps(
         f"measuring {len(chosen)} points live against plain decoding and transformers, interleaved",

@@ -25,6 +25,8 @@ from .laws import BinnedLaw, GreedyLaw, Law, OneHotLaw, bin_masses
 
 #: draft temperatures that a trace of a sampling draft holds
 TAUS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
+#: and of a feature head, which has a law at each depth
+HEAD_TAUS = (0.7, 1.0, 1.2)
 #: logits of this many positions are held at a time
 _CHUNK = 128
 #: what a law keeps, by its class, in the order of its fields
@@ -52,6 +54,7 @@ class Trace:
     chain: (T, max_draft_length) running least confidence of what the n-gram draft would propose from the position on; -1:
     nothing. (T, 0) for a draft model: its own continuation is not known without running it, see `forced_chain`.
     reference: the precision whose p the perplexity ratio is taken against.
+    drafted: (T,) what the n-gram draft proposes at each position, -1: nothing; None for a draft model.
     deeper: the laws at depths 2, 3, .. of a round, for a draft whose law depends on the depth.
     """
 
@@ -61,6 +64,7 @@ class Trace:
     laws: dict[tuple[str, float], Law] = field(default_factory=dict)
     plain: dict[str, Floats] = field(default_factory=dict)
     deeper: dict[tuple[str, float], tuple[Law, ...]] = field(default_factory=dict)
+    drafted: Tensor | None = None
 
     def mask(self) -> Flags:
         """(N, L) which places of the padded texts hold a token."""
@@ -169,7 +173,7 @@ class Tracer:
             raise ConfigurationError("a text of the workload has no tokens to trace")
         trace = Trace(texts, reference, np.zeros((texts.tokens, 0)))
         if self.ngram is not None:
-            self._drafted, trace.chain = ngram_chains(texts, self.ngram, self.limit)
+            trace.drafted, trace.chain = ngram_chains(texts, self.ngram, self.limit)
         return trace
 
     def add(
@@ -179,8 +183,9 @@ class Tracer:
         target: Runner,
         draft: Runner | FeatureDraft | None,
         progress: Callable[[], None] = lambda: None,
+        taus: Sequence[float] = TAUS,
     ) -> None:
-        """Runs target (and draft) along the texts. Calls `progress` after each text."""
+        """Runs target (and draft, at `taus`) along the texts. Calls `progress` after each text."""
         parts: dict[tuple[float, int], list[dict[str, Tensor]]] = {}
         support = draft.support if isinstance(draft, FeatureDraft) else None
         plain: list[Tensor] = []
@@ -195,7 +200,7 @@ class Tracer:
                 if drafts is None:
                     parts.setdefault((1.0, 0), []).append(self._looked_up(trace, p, text, first))
                 for depth, q_pieces in enumerate(drafts or []):
-                    for tau, part in self._drawn(p, q_pieces[index], text, support):
+                    for tau, part in self._drawn(p, q_pieces[index], text, support, taus):
                         parts.setdefault((tau, depth), []).append(part)
                 first += logits.shape[0]
             progress()
@@ -227,10 +232,11 @@ class Tracer:
         """The law of prompt lookup."""
         place = slice(first, first + len(text))
         confidence = torch.from_numpy(trace.chain[place, 0].copy())
-        return _one_hot(p, text, self._drafted[place], self.greedy, confidence)
+        assert trace.drafted is not None
+        return _one_hot(p, text, trace.drafted[place], self.greedy, confidence)
 
     def _drawn(
-        self, p: Tensor, q_logits: Tensor, text: Tensor, support: Tensor | None
+        self, p: Tensor, q_logits: Tensor, text: Tensor, support: Tensor | None, taus: Sequence[float]
     ) -> list[tuple[float, dict[str, Tensor]]]:
         """The laws of a draft that samples, one for each tau."""
         if self.greedy:
@@ -244,7 +250,7 @@ class Tracer:
             place = torch.searchsorted(keep, text).clamp_max(len(keep) - 1)
             text = torch.where(keep[place] == text, place, len(keep))
             q_logits = torch.nn.functional.pad(q_logits, (0, 1), value=-torch.inf)
-        laws = [(tau, _binned(p, probabilities(q_logits, self.full_support, tau).cpu(), text)) for tau in TAUS]
+        laws = [(tau, _binned(p, probabilities(q_logits, self.full_support, tau).cpu(), text)) for tau in taus]
         return [(tau, law if support is None else {**law, "p_text": chosen}) for tau, law in laws]
 
 
@@ -256,6 +262,8 @@ def save_trace(path: Path, traces: dict[str, Trace]) -> None:
     index: dict[str, Any] = {}
     for half, trace in traces.items():
         tensors[f"{half}/chain"] = torch.from_numpy(trace.chain)
+        if trace.drafted is not None:
+            tensors[f"{half}/drafted"] = trace.drafted
         for precision, values in trace.plain.items():
             tensors[f"{half}/plain/{precision}"] = torch.from_numpy(values)
         for (precision, tau), first in trace.laws.items():
@@ -290,7 +298,7 @@ def load_trace(path: Path) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
     for half, note in json.loads(metadata["index"]).items():
         texts = Texts(note["prompts"], note["outputs"], note["limited"])
-        trace = Trace(texts, note["reference"], tensors[f"{half}/chain"].numpy())
+        trace = Trace(texts, note["reference"], tensors[f"{half}/chain"].numpy(), drafted=tensors.get(f"{half}/drafted"))
         fields: dict[tuple[str, str, float, int], dict[str, Tensor]] = {}
         for key, value in tensors.items():
             place = key.split("/")

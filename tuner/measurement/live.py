@@ -19,11 +19,19 @@ from .clock import Clock, default_clock, ratio_interval
 
 @dataclass(frozen=True)
 class Contestant:
-    """name: the trial's number, or `transformers`. run(prompts, seed) decodes a batch and returns what it counted."""
+    """name: the trial's number, or `transformers`. run(prompts, seed) decodes a batch and returns what it counted.
+
+    every: it takes part in every so many pairs of blocks.
+    """
 
     name: str
     batch_size: int
     run: Callable[[list[list[int]], int], BlockRecord]
+    every: int = 1
+
+    def takes_part(self, block: int) -> bool:
+        """Whether it runs in a block; both blocks of a pair or none, so that both orders count alike."""
+        return (block // 2) % self.every == 0
 
 
 def measure_blocks(
@@ -44,11 +52,10 @@ def measure_blocks(
     done: runs of an interrupted measurement; only its finished blocks are kept. The first block is preceded by one short
     run of each contestant that is thrown away.
     """
-    names = {contestant.name for contestant in contestants}
     by_block: dict[int, dict[str, BlockRecord]] = {}
     for record in done:  # a block that was cut off and run again is stored twice: the last run of each counts
         by_block.setdefault(record.block, {})[record.contestant] = record
-    kept = [part for _, part in sorted(by_block.items()) if part.keys() == names]
+    kept = [part for block, part in sorted(by_block.items()) if part.keys() == _names(contestants, block)]
     runs = [record for part in kept for record in part.values()]
     block, began = len(kept), clock()
     if block < max_blocks:
@@ -58,7 +65,8 @@ def measure_blocks(
         if block >= min_blocks and block % 2 == 0 and clock() - began + _block_s(runs, block) * 2 > budget_s:
             break
         forward = block % 2 == 0
-        for contestant in contestants if forward else contestants[::-1]:
+        playing = [contestant for contestant in contestants if contestant.takes_part(block)]
+        for contestant in playing if forward else playing[::-1]:
             size = contestant.batch_size
             batch = [prompts[(block * size + row) % len(prompts)] for row in range(size)]
             record = contestant.run(batch, seed + 1 + block)
@@ -67,6 +75,10 @@ def measure_blocks(
             runs.append(record)
         block += 1
     return runs
+
+
+def _names(contestants: Sequence[Contestant], block: int) -> set[str]:
+    return {contestant.name for contestant in contestants if contestant.takes_part(block)}
 
 
 def _block_s(runs: Sequence[BlockRecord], blocks: int) -> float:
@@ -91,6 +103,9 @@ def _total_s(record: BlockRecord) -> float:
 def speed_ratio(runs: Sequence[BlockRecord], name: str, base: str, end_to_end: bool = False) -> Estimate:
     """Tokens/s of one contestant over another's: total tokens over total seconds on each side, with its interval."""
     seconds = _total_s if end_to_end else _decode_s
+    theirs, ours = ({record.block for record in runs if record.contestant == who} for who in (name, base))
+    shared = theirs & ours
+    runs = [record for record in runs if record.block in shared]
     new, old = _blocks(runs, name, seconds), _blocks(runs, base, seconds)
     sums = [float(np.sum(part)) for part in (*new, *old)]
     return Estimate(value=(sums[0] / sums[1]) / (sums[2] / sums[3]), ci95=ratio_interval(*new, *old))
