@@ -20,6 +20,7 @@ from lossyspec.acceptance import emitted_law, residual, total_variation, verify
 from lossyspec.decoding import Job, decode
 from lossyspec.drafting import Draft, ModelDraft, Proposal, Request
 from lossyspec.likelihood import Recursion, StepWeights, bootstrap_ratio, dense_weights, forward
+from lossyspec.runner import Runner
 from lossyspec.sampling import draw, probabilities
 from lossyspec.settings import RULES, Sampling, Settings
 from lossyspec.stats import Stats
@@ -138,17 +139,15 @@ def by_whole_blocks(tables: Tables, rule: str, alpha: float, theta: float, draft
 # --- the real loop on tables -----------------------------------------------------------------------------------------
 
 
-class TableRunner:
-    """A model that looks its logits up, with the interface of `Runner`. Each prompt is one token, which says nothing."""
+class TableRunner(Runner):
+    """A model that looks its logits up. Each prompt is one token, which says nothing."""
 
     def __init__(self, laws: Tensor) -> None:
+        self.position_limit = None
         self.logs = laws.log().float()
         self.device = torch.device("cpu")
         self.tokens = torch.zeros(0, 0, dtype=torch.long)
         self.features = None
-
-    def check_room(self, longest: int) -> None:
-        pass
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         self.tokens = torch.zeros(len(prompts), capacity, dtype=torch.long)
@@ -212,14 +211,13 @@ def simulate(tables: Tables, settings: Settings, seed: int, chunks: int = 20, ro
     """Runs `decode`, with the real `ModelDraft` where q does not depend on the depth."""
     draft: Draft = DepthDraft(tables)
     if tables.q.shape[1] == 1:
-        draft = ModelDraft(TableRunner(tables.q[:, 0]), V)  # type: ignore[arg-type]
+        draft = ModelDraft(TableRunner(tables.q[:, 0]), V)
     generator = torch.Generator().manual_seed(seed)
     result = Simulation(Counter(), [], [])
     for _ in range(chunks):
         stats = Stats()
         job = Job(settings, Sampling(), Stopping(T), generator)
-        target = TableRunner(tables.p)
-        *_, done = decode(target, draft, [[0]] * rows, job, stats)  # type: ignore[arg-type]
+        *_, done = decode(TableRunner(tables.p), draft, [[0]] * rows, job, stats)
         result.texts.update(tuple(row.output) for row in done)
         result.rounds.append(stats.rounds / rows)
         result.accepted.append(stats.accepted / rows)

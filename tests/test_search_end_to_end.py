@@ -182,7 +182,7 @@ def test_the_front_has_plain_and_lossless_and_one_recommendation(done: Result) -
     assert speeds == sorted(speeds)
 
 
-def test_live_blocks_hold_every_contestant_once_in_alternating_order_and_transformers_in_every_other_pair(done: Result) -> None:
+def test_live_blocks_alternate_in_order_and_transformers_plays_in_every_other_pair(done: Result) -> None:
     names = {str(point.trial) for point in done.front.points} | {"transformers"}
     by_block: dict[int, list[BlockRecord]] = {}
     for record in blocks_of(done.folder):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lossyspec.acceptance import emitted_law, residual, verify
 from lossyspec.drafting import ModelDraft, Proposal, Request
+from lossyspec.runner import Runner
 from lossyspec.sampling import draw, probabilities
 from lossyspec.settings import RULES, Sampling, Settings
 from lossyspec.verification import judge
@@ -136,10 +137,11 @@ def test_case_2_argmax_draft_is_judged_by_its_one_hot_law() -> None:
     torch.testing.assert_close(soft, torch.tensor([0.833, 0.0, 0.167]), rtol=0, atol=0.005)  # what the bug would give
 
 
-class ConstantRunner:
-    """A model that says the same at every position, with the interface of `Runner`."""
+class ConstantRunner(Runner):
+    """A model that says the same at every position."""
 
     def __init__(self, law: Sequence[float]) -> None:
+        self.position_limit = None
         self.law = torch.tensor(law).log()
         self.device = torch.device("cpu")
 
@@ -153,7 +155,7 @@ class ConstantRunner:
 def test_case_3_returned_q_is_the_q_that_was_sampled_from() -> None:
     """q = (.4,.3,.2,.1) under top-2 draws from (4/7,3/7,0,0); judged by the full q, TV(emitted, p) would be .20."""
     rows, p = 50_000, torch.tensor([0.5, 0.3, 0.15, 0.05])
-    draft = ModelDraft(ConstantRunner([0.4, 0.3, 0.2, 0.1]), 4)  # type: ignore[arg-type]
+    draft = ModelDraft(ConstantRunner([0.4, 0.3, 0.2, 0.1]), 4)
     prompts = [[0]] * rows
     draft.start(prompts, 8)
     generator = torch.Generator().manual_seed(5)
@@ -171,7 +173,7 @@ def test_case_3_returned_q_is_the_q_that_was_sampled_from() -> None:
 
 
 def test_case_3_temperature_and_tau_are_in_the_returned_q_too() -> None:
-    draft = ModelDraft(ConstantRunner([0.4, 0.3, 0.2, 0.1]), 4)  # type: ignore[arg-type]
+    draft = ModelDraft(ConstantRunner([0.4, 0.3, 0.2, 0.1]), 4)
     draft.start([[0]], 8)
     sampling = Sampling(temperature=0.8, top_p=0.9)
     request = Request([[0]], [1], Settings(draft_length=1, tau=0.5), sampling, torch.Generator().manual_seed(0))
