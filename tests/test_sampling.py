@@ -75,6 +75,13 @@ def test_ties_at_the_kth_place_all_stay_as_in_transformers() -> None:
     torch.testing.assert_close(got, warped(row, 1.0, 2, None))
 
 
+def test_mass_that_is_exactly_what_top_p_leaves_out_goes_as_in_transformers() -> None:
+    row = torch.zeros(1, 4)  # a quarter each: the lowest half is what top_p = 0.5 leaves out
+    got = probabilities(row, Sampling(top_p=0.5))
+    assert (got > 0).sum().item() == 2
+    torch.testing.assert_close(got, warped(row, 1.0, None, 0.5))
+
+
 def test_tau_is_a_factor_on_the_temperature() -> None:
     logits = 3 * torch.randn(6, 30, generator=torch.Generator().manual_seed(2))
     sampling = Sampling(temperature=0.8, top_k=9, top_p=0.8)
@@ -181,7 +188,7 @@ def test_case_8_draw_never_gives_a_token_of_weight_0(weights: Sequence[float], d
     assert row[0, token] > 0
 
 
-@pytest.mark.parametrize("uniform", [0.0, *JUST_UNDER_1])
+@pytest.mark.parametrize("uniform", [0.0, *JUST_UNDER_1, 1.0])
 def test_case_8_ends_of_the_unit_interval_draw_the_first_and_the_last_possible_token(uniform: float) -> None:
     row = torch.tensor([0.0, 0.0, 0.3, 0.0, 0.7, 0.0])
     token = int(draw(row, torch.tensor(uniform, dtype=torch.float64)))
@@ -223,3 +230,11 @@ def test_draw_reaches_the_last_token_of_a_large_vocabulary_and_loses_no_mass() -
     places = torch.tensor([0, 1, 75_000, size - 2, size - 1])
     uniforms = (places.double() + 0.5) / size
     assert draw(weights.expand(5, -1), uniforms).tolist() == places.tolist()
+
+
+def test_draw_sees_small_weights_behind_large_ones() -> None:
+    """Summed up in fp32, 1 + 1e-8 is 1: the tail would never be drawn."""
+    weights = torch.tensor([1.0, *[1e-8] * 100])
+    total = float(weights.double().sum())
+    uniforms = torch.tensor([(1 + (place + 0.5) * 1e-8) / total for place in (0, 50, 99)], dtype=torch.float64)
+    assert draw(weights.expand(3, -1), uniforms).tolist() == [1, 51, 100]
