@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lossyspec.decoder import prompt_ids
+from lossyspec.prompts import prompt_ids
 from lossyspec.settings import Precisions, Sampling, Settings
 from lossyspec.tuner.config import SearchConfig
 from lossyspec.tuner.measurement.live import Contestant, measure_blocks, speed_ratio, tokens_per_s

@@ -17,6 +17,7 @@ from .errors import ConfigurationError, ProfileMismatch
 from .hardware import detect_hardware
 from .loading import LoadedModel, load, shared_vocab_size, tokenizer_sha256
 from .profile import Here, Match, ModelIdentity, Profile, choose, compare, device_of, read_profile
+from .prompts import Prompt, as_list, prompt_ids
 from .runner import Runner
 from .sampling import Processor
 from .settings import Sampling, Settings, make_sampling
@@ -25,8 +26,6 @@ from .stopping import Stopping, final_text, stable_text
 from .versions import versions
 
 logger = logging.getLogger("lossytune")
-
-Prompt = str | Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -65,23 +64,6 @@ class Generation:
         return iter(self.completions)
 
 
-def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt. Messages go through the chat template; a string too, as one user message, when the
-    tokenizer has a template, else it is taken as plain text."""
-    if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is None:
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigurationError("the tokenizer has no chat template: give prompts as plain strings")
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
-    if not ids:
-        raise ConfigurationError(f"prompt {prompt!r} has no tokens; it must have at least one")
-    return list(ids)
-
-
 class Decoder:
     """Speculative decoding with one target, one draft and one set of settings.
 
@@ -105,7 +87,7 @@ class Decoder:
         if self.tokenizer is not None:
             size = min(size, max(self.tokenizer.get_vocab().values()) + 1)
         if isinstance(draft, LoadedModel):
-            size = shared_vocab_size(target.model, draft.model, target.tokenizer, draft.tokenizer)
+            size = shared_vocab_size(target.model, target.tokenizer, draft.tokenizer)
         self.target = Runner(target.model, "target", size)
         self.draft: Draft = make_draft(draft, self.target, size)
         eos = target.model.generation_config.eos_token_id
@@ -215,7 +197,7 @@ class Decoder:
 
         sampling: temperature, top_k, top_p, repetition_penalty; what is not given comes from the profile.
         """
-        many = _as_list(prompts)
+        many = as_list(prompts)
         if not many:
             return Generation([])
         return self.generate_ids(
@@ -287,14 +269,6 @@ class Decoder:
                 yield Piece(piece, row.finish_reason, stats)
             elif piece:
                 yield Piece(piece)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a string, or messages) as a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    many: list[Any] = list(prompts)
-    return [many] if many and isinstance(many[0], dict) else many
 
 
 def identify_here(target: LoadedModel, draft: LoadedDraft) -> Here:

@@ -63,7 +63,7 @@ def load_draft(name: str, target: LoadedModel, precision: Precision) -> LoadedDr
     if folder is not None:
         return LoadedHead(load_head(folder, target), head_identity(folder))
     draft = load(name, precision, role="draft")
-    shared_vocab_size(target.model, draft.model, target.tokenizer, draft.tokenizer)
+    shared_vocab_size(target.model, target.tokenizer, draft.tokenizer)
     return draft
 
 

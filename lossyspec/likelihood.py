@@ -43,6 +43,8 @@ class Recursion:
 
     starts: (N, L) probability that a round begins at the position, given the prefix. drafted: (N, L) probability that
     the position is a drafted one, where the relaxed law rules; drafted_at: (N, L, D) the same by depth of the weights.
+    ends, kept: (N, L) expected rounds that end and drafted tokens that are accepted at the position, summing to `rounds` and
+    `accepted`. log_step: (N, L) log of the decoder's probability of the token over the target's own, given the prefix.
     """
 
     log_likelihood: Floats
@@ -51,15 +53,22 @@ class Recursion:
     starts: Floats
     drafted: Floats
     drafted_at: Floats
+    ends: Floats
+    kept: Floats
+    log_step: Floats
 
 
 def forward(weights: StepWeights, draft_length: int) -> Recursion:
     """Runs the recursion for all texts at once; O(L * draft_length). A text of likelihood 0 gives -inf."""
     count, length = weights.mask.shape
+    if 1 < weights.draftable.shape[2] < draft_length:
+        raise ValueError(
+            f"weights at {weights.draftable.shape[2]} depths for draft length {draft_length}; 1, or one for each"
+        )
     state = np.zeros((count, draft_length + 1))
     state[:, 0] = 1.0
-    log_likelihood, rounds, accepted = np.zeros(count), np.zeros(count), np.zeros(count)
-    starts, drafted = np.zeros((count, length)), np.zeros((count, length))
+    log_likelihood = np.zeros(count)
+    starts, drafted, ends, kept_at, log_step = (np.zeros((count, length)) for _ in range(5))
     depths = min(weights.draftable.shape[2], draft_length)
     drafted_at = np.zeros((count, length, max(depths, 1)))
     live = state[:, :draft_length]
@@ -72,20 +81,24 @@ def forward(weights: StepWeights, draft_length: int) -> Recursion:
         drafted_at[:, t] = (draft if depths > 1 else drafting[:, None]) * mask[:, None]
         kept = draft * weights.acceptance[:, t, :depths]
         gained = kept.sum(1)
-        accepted += gained * mask
-        rounds += (drafting - gained + plain) * mask
+        kept_at[:, t] = gained * mask
+        ends[:, t] = (drafting - gained + plain) * mask
         moved = np.empty_like(state)
         moved[:, 1:] = draft * weights.accepted[:, t, :depths]
         moved[:, 0] = (draft * weights.rejected[:, t, :depths]).sum(1) + plain * weights.plain[:, t]
         total = moved.sum(1)
         with np.errstate(divide="ignore"):
-            log_likelihood += np.where(mask, np.log(total), 0.0)
+            log_total = np.where(mask, np.log(total), 0.0)
+        ratio = np.maximum(total, 1e-300) / np.maximum(weights.plain[:, t], 1e-300)
+        log_step[:, t] = np.where(mask, np.log(ratio), 0.0)
+        log_likelihood += log_total
         dead = total <= 0  # the text is impossible; go on from a fresh round so that the counts stay finite
         moved[dead], total[dead] = np.eye(1, draft_length + 1), 1.0
         state = np.where(mask[:, None], moved / total[:, None], state)
         live = state[:, :draft_length]
-    rounds += 1.0 - state[:, 0]  # a text that ends inside an accepted block ends that round
-    return Recursion(log_likelihood, rounds, accepted, starts, drafted, drafted_at)
+    last = np.maximum(weights.mask.sum(1) - 1, 0)
+    ends[np.arange(count), last] += 1.0 - state[:, 0]  # a text that ends inside an accepted block ends that round
+    return Recursion(log_likelihood, ends.sum(1), kept_at.sum(1), starts, drafted, drafted_at, ends, kept_at, log_step)
 
 
 def dense_weights(

@@ -236,8 +236,9 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     return text_sha256(json.dumps(sorted(tokenizer.get_vocab().items())) + rules)
 
 
-def shared_vocab_size(target: Any, draft: Any, target_tokenizer: Any, draft_tokenizer: Any) -> int:
-    """How many ids both models and the tokenizer really have; padding of either embedding is left out.
+def shared_vocab_size(target: Any, target_tokenizer: Any, draft_tokenizer: Any) -> int:
+    """How many ids the target and the tokenizer really have; padding of the embedding is left out. Ids that only the draft
+    lacks stay: its q is 0 there, and the target's law is whole.
 
     Raises ConfigurationError when the tokenizers map tokens to different ids, naming one.
     """
@@ -249,5 +250,4 @@ def shared_vocab_size(target: Any, draft: Any, target_tokenizer: Any, draft_toke
             f"target and draft have different tokenizers (for instance {example!r} is id {ours.get(example)} and "
             f"{theirs.get(example)}); a draft needs the target's tokenizer"
         )
-    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-    return min(max(ours.values()) + 1, *sizes)
+    return min(max(ours.values()) + 1, target.config.get_text_config().vocab_size)

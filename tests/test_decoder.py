@@ -11,11 +11,12 @@ import torch
 from conftest import save_tiny, tiny_tokenizer
 from test_decoding import hf_greedy, lively_model, perturbed
 
-from lossyspec.decoder import Decoder, Generation, Piece, identify_here, prompt_ids
+from lossyspec.decoder import Decoder, Generation, Piece, identify_here
 from lossyspec.drafting import ModelDraft, NgramDraft
 from lossyspec.errors import ConfigurationError, ProfileMismatch
 from lossyspec.loading import LoadedModel, load
 from lossyspec.profile import Evidence, MatchFields, Profile, Provenance, user_profile_folder, write_profile
+from lossyspec.prompts import prompt_ids
 from lossyspec.records import Estimate, Quality
 from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lossyspec import loading
-from lossyspec.decoder import Decoder, prompt_ids
+from lossyspec.decoder import Decoder
 from lossyspec.loading import LoadedModel, file_sha256, load, resolve
+from lossyspec.prompts import prompt_ids
 from lossyspec.sampling import probabilities
 from lossyspec.settings import NgramSettings, Sampling, Settings
 from lossyspec.tuner.replay import Replay

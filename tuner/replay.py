@@ -18,6 +18,9 @@ from lossyspec.settings import Settings
 from .laws import Answer, GreedyLaw, Law
 from .trace import TAUS, Trace, forced_chain
 
+#: tokens of the past that weigh a position when the flow of a lossy decoder is estimated, and the most that one may weigh
+_RECENT, _STEP_LIMIT = 16, 3.0
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -157,7 +160,9 @@ class Replay:
     def _flow(self, recursion: Recursion, settings: Settings, laws: Sequence[Law]) -> Flow:
         """Expected rounds, and how many tokens are drafted in each, weighed by where rounds begin."""
         gamma = settings.draft_length
-        rounds, accepted = float(recursion.rounds.sum()), float(recursion.accepted.sum())
+        weight = self._own_text(recursion)
+        tokens, rounds = float(weight.sum()), float((weight * recursion.ends).sum())
+        accepted = float((weight * recursion.kept).sum())
         shares = np.zeros(gamma + 1)
         if gamma:
             stored = self.trace.chain[:, :gamma]
@@ -169,12 +174,25 @@ class Replay:
             room = self.tokens[:, None] - np.arange(self.mask.shape[1]) - 1
             limited = np.array(self.trace.texts.limited)[:, None]
             lengths = np.where(limited, np.minimum(lengths, np.maximum(room, 0)), lengths).astype(int)
-            np.add.at(shares, lengths.ravel(), recursion.starts.ravel())
+            np.add.at(shares, lengths.ravel(), (weight * recursion.starts).ravel())
         else:
             shares[0] = 1.0
         shares /= shares.sum()
         drafted = float(shares @ np.arange(gamma + 1)) * rounds
-        return Flow(float(self.tokens.sum()) / rounds, accepted / drafted if drafted > 0 else None, shares)
+        return Flow(tokens / rounds, accepted / drafted if drafted > 0 else None, shares)
+
+    def _own_text(self, recursion: Recursion) -> Floats:
+        """(N, L) how much likelier the decoder is than the target to have written the last tokens before each position.
+
+        Replay walks along the target's text, live decoding along its own, where a relaxed draft goes on copying itself.
+        Weighting each position by its recent past brings the first nearer to the second; over a whole text the weights would
+        have no bounded variance. 1 where nothing is relaxed.
+        """
+        steps = np.clip(recursion.log_step, -_STEP_LIMIT, _STEP_LIMIT)
+        before = np.cumsum(steps, axis=1) - steps
+        past = before.copy()
+        past[:, _RECENT:] -= before[:, :-_RECENT]
+        return np.exp(past) * self.mask
 
     def _forced(self, laws: Sequence[Law], gamma: int) -> Floats:
         return forced_chain([law.confidence.numpy() for law in laws], self.trace.texts, gamma)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from lossyspec.decoder import Prompt, prompt_ids
 from lossyspec.hardware import HardwareInfo, used_gpu
 from lossyspec.head_drafting import FeatureDraft
+from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.records import BlockRecord, TrialRecord
 from lossyspec.settings import NgramSettings, Precision, Sampling, Settings
 

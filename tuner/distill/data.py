@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossyspec.decoder import prompt_ids
 from lossyspec.errors import ConfigurationError
+from lossyspec.prompts import prompt_ids
 from lossyspec.runner import Runner
 from lossyspec.sampling import draw
 
