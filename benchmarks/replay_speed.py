@@ -9,7 +9,7 @@ from time import perf_counter
 
 from lossyspec.settings import make_settings
 from lossyspec.tuner.replay import Replay
-from lossyspec.tuner.trace import load_trace
+from lossyspec.tuner.trace_files import load_trace
 
 
 def main() -> None:

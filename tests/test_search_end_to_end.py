@@ -25,7 +25,7 @@ from lossyspec.tuner.measurement.costs import CostTable
 from lossyspec.tuner.progress import Reporter
 from lossyspec.tuner.search import Result, Search
 from lossyspec.tuner.study import FIRST_ALPHAS
-from lossyspec.tuner.trace import load_trace
+from lossyspec.tuner.trace_files import load_trace
 
 TRIALS = 40
 

@@ -34,12 +34,11 @@ from lossyspec.tuner.trace import (
     Trace,
     Tracer,
     forced_chain,
-    load_trace,
     ngram_chains,
     reference_texts,
-    save_trace,
     text_logits,
 )
+from lossyspec.tuner.trace_files import load_trace, save_trace
 
 VOCAB = 24
 EOS = 1

@@ -21,7 +21,8 @@ from .progress import Reporter
 from .search_space import SearchSpace
 from .store import RunFolder
 from .study import Limits, Study
-from .trace import Texts, Trace, Tracer, load_trace, reference_texts, save_trace
+from .trace import Texts, Trace, Tracer, reference_texts
+from .trace_files import load_trace, save_trace
 from .workloads import Item, Workload
 
 _MIN_BLOCKS, _MAX_BLOCKS = 6, 32
