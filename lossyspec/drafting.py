@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,19 @@ class Request:
     sampling: Sampling
     generator: torch.Generator
     processors: Sequence[Processor] = ()
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a penalty or processors change the logits, which then have to be over the whole vocabulary."""
+        return self.sampling.repetition_penalty != 1.0 or bool(self.processors)
+
+    def law(self, logits: Tensor, drafted: Tensor) -> Tensor:
+        """q of each row (batch, V) from logits (batch, 1, V), after the same penalties and filters as the target's p.
+        drafted: (batch, n) what the round has drafted so far."""
+        if self.penalised:
+            grown = [[*prefix, *new] for prefix, new in zip(self.prefixes, drafted.tolist(), strict=True)]
+            logits = penalise(logits, grown, drafted, self.sampling, self.processors)
+        return probabilities(logits, self.sampling, self.settings.tau)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,41 @@ class NgramDraft:
         return Proposal(tokens, [len(chain) for chain in chains], None, 0)
 
 
+def draw_round(
+    request: Request,
+    law: Callable[[int, Tensor], Tensor],
+    live: list[bool],
+    device: torch.device,
+    support: Tensor | None = None,
+) -> Proposal:
+    """Drafts a round token by token, for any draft that samples.
+
+    law(column, drafted) gives q of each row, (batch, V) or over `support`, after the columns drafted so far; each call is
+    a step. live: the rows that draft at all. A row stops at its limit, and before a position of a confidence under theta.
+    """
+    rows, width = len(request.prefixes), max(request.limits, default=0)
+    greedy = request.sampling.temperature == 0
+    drafted = torch.zeros(rows, width, dtype=torch.long, device=device)
+    lengths, laws, steps = [0] * rows, [], 0
+    for column in range(width):
+        if not any(live):
+            break
+        q = law(column, drafted[:, :column])
+        steps += 1
+        confident = (q.amax(-1) >= request.settings.theta).tolist()
+        live = [live[row] and confident[row] and column < limit for row, limit in enumerate(request.limits)]
+        if not any(live):
+            break
+        uniforms = torch.rand(rows, generator=request.generator, device=device)
+        # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
+        chosen = q.argmax(-1) if greedy else draw(q, uniforms).clamp_max(q.shape[-1] - 1)
+        drafted[:, column] = chosen if support is None else support[chosen]
+        laws.append(q)
+        lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
+    stacked = torch.stack(laws, 1) if laws and not greedy else None
+    return Proposal(drafted[:, : len(laws)], lengths, stacked, steps, None if stacked is None else support)
+
+
 class ModelDraft:
     """Any causal LM with the target's tokenizer as the draft.
 
@@ -182,42 +230,19 @@ class ModelDraft:
         missing = self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
 
-    def _law(self, logits: Tensor, request: Request, drafted: Tensor) -> Tensor:
-        """q of each row: (batch, V), after the same penalties and filters as the target's p."""
-        sampling = request.sampling
-        if sampling.repetition_penalty != 1.0 or request.processors:
-            grown = [[*prefix, *new] for prefix, new in zip(request.prefixes, drafted.tolist(), strict=True)]
-            logits = penalise(logits, grown, drafted, sampling, request.processors)
-        return probabilities(logits, sampling, request.settings.tau)[:, 0]
-
     @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
         """Draws from q, the draft's softmax at tau times the request's temperature, under the same filters as the target."""
         device, prefixes = self.runner.device, request.prefixes
-        greedy, width = request.sampling.temperature == 0, max(request.limits, default=0)
-        lengths, live = [0] * len(prefixes), [limit > 0 for limit in request.limits]
-        drafted = torch.zeros(len(prefixes), width, dtype=torch.long, device=device)
         back = min(max(map(self._unread, range(len(prefixes)), prefixes)), min(map(len, prefixes)))
-        step, starts = (
-            torch.tensor([list(prefix[-back:]) for prefix in prefixes], device=device),
-            [len(prefix) - back for prefix in prefixes],
-        )
-        laws: list[Tensor] = []
-        steps = 0
-        for column in range(width):
-            q = self._law(self._logits(step, starts), request, drafted[:, :column])
-            steps += 1
-            confident = (q.amax(-1) >= request.settings.theta).tolist()
-            live = [live[row] and confident[row] and column < limit for row, limit in enumerate(request.limits)]
-            if not any(live):
-                break
-            uniforms = torch.rand(len(prefixes), generator=request.generator, device=device)
-            # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
-            drafted[:, column] = q.argmax(-1) if greedy else draw(q, uniforms).clamp_max(q.shape[-1] - 1)
-            laws.append(q)
-            lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
-            step, starts = drafted[:, column : column + 1], [len(prefix) + column for prefix in prefixes]
-        if steps:
-            self._read = [[*prefix, *new] for prefix, new in zip(prefixes, drafted[:, : steps - 1].tolist(), strict=True)]
-        q_all = torch.stack(laws, 1) if laws and not greedy else None
-        return Proposal(drafted[:, : len(laws)], lengths, q_all, steps)
+
+        def law(column: int, drafted: Tensor) -> Tensor:
+            step = drafted[:, -1:] if column else torch.tensor([list(prefix[-back:]) for prefix in prefixes], device=device)
+            starts = [len(prefix) + (column - 1 if column else -back) for prefix in prefixes]
+            return request.law(self._logits(step, starts), drafted)
+
+        proposal = draw_round(request, law, [limit > 0 for limit in request.limits], device)
+        if read := proposal.steps:
+            grown = proposal.tokens[:, : read - 1].tolist()
+            self._read = [[*prefix, *new] for prefix, new in zip(prefixes, grown, strict=True)]
+        return proposal

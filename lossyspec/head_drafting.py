@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .drafting import Proposal, Request
+from .drafting import Proposal, Request, draw_round
 from .feature_head import FeatureHead
 from .kv_cache import RowCache
-from .sampling import draw, penalise, probabilities
 
 
 class FeatureDraft:
@@ -55,36 +54,16 @@ class FeatureDraft:
     @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
         """Draws from q at depth j of the round; q is 0 outside the head's token map."""
-        prefixes, greedy = request.prefixes, request.sampling.temperature == 0
-        rows, width = len(prefixes), max(request.limits, default=0)
-        index = torch.arange(rows, device=self.device)
-        drafted = torch.zeros(rows, width, dtype=torch.long, device=self.device)
-        lengths, live = (
-            [0] * rows,
-            [limit > 0 and len(prefix) > 1 for limit, prefix in zip(request.limits, prefixes, strict=True)],
-        )
-        feature, laws, steps, full = self._catch_up(request), [], 0, self._needs_all(request)
-        for column in range(width):
-            if not any(live):
-                break
+        prefixes, feature = request.prefixes, self._catch_up(request)
+
+        def law(column: int, drafted: Tensor) -> Tensor:
+            nonlocal feature
             if column:
-                slots = [len(prefix) - 2 + column for prefix in prefixes]
-                feature = self._step(drafted[:, column - 1 : column], feature, slots)[:, -1:]
-            q = self._law(feature, request, drafted[:, :column])
-            steps += 1
-            confident = (q.amax(-1) >= request.settings.theta).tolist()
-            live = [
-                alive and sure and column < limit for alive, sure, limit in zip(live, confident, request.limits, strict=True)
-            ]
-            if not any(live):
-                break
-            uniforms = torch.rand(rows, generator=request.generator, device=self.device)
-            chosen = q.argmax(-1) if greedy else draw(q, uniforms).clamp_max(q.shape[-1] - 1)  # as in ModelDraft
-            drafted[index, column] = chosen if full else self.support[chosen]
-            laws.append(q)
-            lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
-        stacked = torch.stack(laws, 1) if laws and not greedy else None
-        return Proposal(drafted[:, : len(laws)], lengths, stacked, steps, None if full or stacked is None else self.support)
+                feature = self._step(drafted[:, -1:], feature, [len(prefix) - 2 + column for prefix in prefixes])[:, -1:]
+            return self._law(feature, request, drafted)
+
+        live = [limit > 0 and len(prefix) > 1 for limit, prefix in zip(request.limits, prefixes, strict=True)]
+        return draw_round(request, law, live, self.device, None if request.penalised else self.support)
 
     @torch.inference_mode()
     def along(self, prompt: list[int], output: list[int], features: Tensor, depths: int) -> list[Tensor]:
@@ -97,10 +76,6 @@ class FeatureDraft:
         outputs = self.head.unroll(embedded, features[:, : embedded.shape[1]], depths)
         laws = [self.head.logits(part[0, first:], self.rows).float() for part in outputs]
         return [F.pad(law, (0, 0, len(output) - len(law), 0)) for law in laws]
-
-    def _needs_all(self, request: Request) -> bool:
-        """Whether penalties or processors have to see the whole vocabulary."""
-        return request.sampling.repetition_penalty != 1.0 or bool(request.processors)
 
     def _catch_up(self, request: Request) -> Tensor:
         """Reads the entries of each row that have got true features; returns the last one's output (batch, 1, hidden)."""
@@ -135,9 +110,7 @@ class FeatureDraft:
     def _law(self, feature: Tensor, request: Request, drafted: Tensor) -> Tensor:
         """q of each row over the support, (batch, S); over all tokens when penalties or processors apply."""
         logits = self.head.logits(feature, self.rows).float()
-        if self._needs_all(request):
+        if request.penalised:
             everywhere = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
             logits = everywhere.index_copy_(-1, self.support, logits)
-            grown = [[*prefix, *new] for prefix, new in zip(request.prefixes, drafted.tolist(), strict=True)]
-            logits = penalise(logits, grown, drafted, request.sampling, request.processors)
-        return probabilities(logits, request.sampling, request.settings.tau)[:, 0]
+        return request.law(logits, drafted)

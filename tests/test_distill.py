@@ -15,7 +15,6 @@ from rich.console import Console
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
-from lossyspec.loading import LoadedModel
 from lossyspec.runner import Runner
 from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, write_streams
 from lossyspec.tuner.distill.run import Distillation, make_distill_config
@@ -157,4 +156,3 @@ def test_the_users_own_traffic_is_read(tmp_path: Path) -> None:
     config = make_distill_config(target=str(folder), data=tmp_path / "traffic.jsonl", epochs=1.0, batch_tokens=64, vocab=64)
     result = Distillation(config, tmp_path / "out", QUIET).run()
     assert result.card["tokens"] > 0
-    assert isinstance(LoadedModel, type)
