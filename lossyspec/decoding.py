@@ -11,6 +11,7 @@ import torch
 
 from .drafting import Draft, Proposal, Request
 from .errors import NumericalError
+from .mixed_drafting import propose
 from .runner import Runner
 from .sampling import Processor, penalise, probabilities
 from .settings import MAX_DRAFT_LENGTH, Sampling, Settings
@@ -95,7 +96,8 @@ def _round(
     limits = [min(most, job.stopping.max_new_tokens - len(row.output) - 1) for row in rows]
     proposal = Proposal.empty(len(rows), target.device)
     if draft is not None and max(limits) > 0:
-        proposal = draft.propose(Request(prefixes, limits, settings, sampling, job.generator, job.processors))
+        request = Request(prefixes, limits, settings, sampling, job.generator, job.processors)
+        proposal = propose(draft, request, target.vocab_size)
     drafted = perf_counter()
     last = torch.tensor([[prefix[-1]] for prefix in prefixes], device=target.device)
     starts = [len(prefix) - 1 for prefix in prefixes]

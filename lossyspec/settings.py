@@ -10,9 +10,11 @@ from .errors import ConfigurationError, nearest
 
 Rule = Literal["exact", "mixture", "optimal", "priced", "lenience", "typical", "fuzzy"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Source = Literal["draft", "ngram", "mixed"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+SOURCES: tuple[Source, ...] = get_args(Source)
 #: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
 PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
 MAX_DRAFT_LENGTH = 16
@@ -76,6 +78,8 @@ class Settings(Model):
     alpha: share of would-be rejections that is waived; 0 is lossless under every rule.
     tau: draft temperature as a factor on the request's own. theta: the draft stops before a position where its
     confidence is under it. draft_length: most drafted tokens a round; 0 is plain decoding.
+    source: who drafts: the loaded draft; prompt lookup although a draft is loaded; or `mixed`: prompt lookup in rounds that
+    begin after a match of at least `ngram.min_match` tokens, for as long as it finds such matches, else the loaded draft.
     """
 
     rule: Rule = "optimal"
@@ -84,6 +88,7 @@ class Settings(Model):
     theta: float = Field(0.0, ge=0.0, lt=1.0)
     draft_length: int = Field(4, ge=0, le=MAX_DRAFT_LENGTH)
     precision: Precisions = Precisions()
+    source: Source = "draft"
     ngram: NgramSettings | None = None
     schedule: tuple[ScheduleRow, ...] = ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -349,7 +349,7 @@ def objective(dense: bool) -> Objective:
     return Objective(None, FixedCosts(), ("fp32", "bf16"), dense)  # type: ignore[arg-type]
 
 
-FLOW = Flow(tokens_per_round=2.0, acceptance=0.5, drafted=np.array([0.25, 0.25, 0.5]))
+FLOW = Flow(2.0, 0.5, drafted=np.array([0.25, 0.25, 0.5]), steps=np.array([0.25, 0.25, 0.5]))
 
 
 def settings_of(dense: bool, **values: Any) -> Settings:
@@ -372,11 +372,14 @@ def test_a_round_costs_its_drafting_its_verification_and_its_judging() -> None:
     assert lossy == pytest.approx(exact + 0.25)
 
 
-def test_a_row_that_theta_stops_has_paid_the_step_that_showed_it() -> None:
-    with_theta = objective(True).round_s(settings_of(True, rule="exact", theta=0.5), FLOW, 1)
-    without = objective(True).round_s(settings_of(True, rule="exact"), FLOW, 1)
-    # one more step for rows that drafted 0 or 1; a row that drafted all 2 was not stopped
-    assert with_theta - without == pytest.approx(3.0 * (0.25 + 0.25))
+def test_a_round_pays_for_the_draft_steps_it_runs_and_looks_up_only_where_lookup_takes_part() -> None:
+    stopped = replace(FLOW, steps=np.array([0.0, 0.25, 0.75]))  # rows that theta stopped have paid a step more
+    exact = objective(True).round_s(settings_of(True, rule="exact"), FLOW, 1)
+    assert objective(True).round_s(settings_of(True, rule="exact"), stopped, 1) - exact == pytest.approx(3.0 * 0.5)
+    mixed = objective(True).round_s(settings_of(True, rule="exact", source="mixed"), FLOW, 1)
+    assert mixed == pytest.approx(exact + 1.0)
+    looked = objective(True).round_s(settings_of(True, rule="optimal", alpha=0.3, source="ngram"), FLOW, 1)
+    assert looked == pytest.approx(objective(False).round_s(settings_of(False, rule="exact"), FLOW, 1))
 
 
 def test_a_batch_pays_for_its_longest_row() -> None:
@@ -398,7 +401,7 @@ def test_speed_is_over_the_fastest_plain_decoding_at_the_same_batch_size() -> No
 
 def test_plain_decoding_at_the_fastest_precision_is_1x_exactly() -> None:
     plain = Settings(draft_length=0, precision=Precisions(target="bf16"))
-    flow = Flow(1.0, None, np.array([1.0]))
+    flow = Flow(1.0, None, np.array([1.0]), np.array([1.0]))
     for dense in (False, True):
         for batch in (1, 2, 8):
             predicted = objective(dense).predict(plain, flow, batch)
@@ -409,5 +412,5 @@ def test_plain_decoding_at_the_fastest_precision_is_1x_exactly() -> None:
 
 
 def test_case_19_Q5_a_slow_draft_is_predicted_to_be_slower_than_plain() -> None:
-    predicted = objective(True).predict(settings_of(True, rule="exact"), Flow(1.1, 0.05, np.array([0.0, 0.0, 1.0])), 1)
+    predicted = objective(True).predict(settings_of(True, rule="exact"), Flow(1.1, 0.05, *np.eye(3)[[2, 2]]), 1)
     assert predicted.speedup < 1

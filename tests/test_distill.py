@@ -11,14 +11,24 @@ import pytest
 import torch
 from conftest import save_tiny, tiny_model, tiny_tokenizer
 from rich.console import Console
+from torch.nn import functional as F
 
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
 from lossyspec.runner import Runner
 from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, write_streams
+from lossyspec.tuner.distill.payoff import best_length
 from lossyspec.tuner.distill.run import Distillation, make_distill_config
-from lossyspec.tuner.distill.training import Recipe, Trainer, batches, frequent_tokens, learning_rate, overlap
+from lossyspec.tuner.distill.training import (
+    Recipe,
+    Trainer,
+    batches,
+    divergence,
+    frequent_tokens,
+    learning_rate,
+    overlap,
+)
 from lossyspec.tuner.progress import Reporter
 
 QUIET = Reporter(Console(file=io.StringIO()))
@@ -156,3 +166,24 @@ def test_the_users_own_traffic_is_read(tmp_path: Path) -> None:
     config = make_distill_config(target=str(folder), data=tmp_path / "traffic.jsonl", epochs=1.0, batch_tokens=64, vocab=64)
     result = Distillation(config, tmp_path / "out", QUIET).run()
     assert result.card["tokens"] > 0
+
+
+def test_the_divergence_and_its_gradients_are_those_of_the_plain_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lossyspec.tuner.distill.training._PIECE", 7)
+    torch.manual_seed(0)
+    own, bias = torch.randn(20, 8, requires_grad=True), torch.randn(30, requires_grad=True)
+    known, rows = torch.randn(20, 8), torch.randn(30, 8)
+    target, draft = F.linear(known, rows).log_softmax(-1), (F.linear(own, rows) + bias).log_softmax(-1)
+    wanted = 3 * (target.exp() * (target - draft)).sum(-1).mean()
+    gradients = torch.autograd.grad(wanted, (own, bias))
+    got = 3 * divergence(own, bias, known, rows)
+    torch.testing.assert_close(got, wanted)
+    for mine, other in zip(torch.autograd.grad(got, (own, bias)), gradients, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-4)
+
+
+def test_the_best_draft_length_is_found_by_hand() -> None:
+    # 1 + .5 over 1.1 + .1; 1 + .5 + .25 over 1.2 + .2; beyond the last rate it holds
+    assert best_length([0.5], [1.0, 1.1], 0.1) == (1, pytest.approx(1.5 / 1.2))
+    assert best_length([0.8, 0.5], [1.0, 1.0, 1.0, 1.0], 0.1) == (3, pytest.approx((1 + 0.8 + 0.4 + 0.2) / 1.3))
+    assert best_length([0.1], [1.0, 1.5], 0.5) == (0, 1.0)

@@ -16,7 +16,7 @@ from lossyspec.decoder import Decoder
 from lossyspec.loading import LoadedModel, file_sha256, load, resolve
 from lossyspec.prompts import prompt_ids
 from lossyspec.sampling import probabilities
-from lossyspec.settings import NgramSettings, Sampling, Settings
+from lossyspec.settings import Sampling, Settings
 from lossyspec.tuner.replay import Replay
 from lossyspec.tuner.trace import Texts, Trace, Tracer
 from lossyspec.tuner.workloads import load_workload
@@ -213,7 +213,7 @@ def trace(decoder: Decoder, prompts: list[list[int]]) -> Trace:
     chosen = prompts[:4]
     drawn = decoder.generate_ids(chosen, 32, seed=1, settings=PLAIN, temperature=0.7)
     texts = Texts(chosen, [answer.tokens for answer in drawn], [answer.finish_reason == "length" for answer in drawn])
-    tracer = Tracer(Sampling(temperature=0.7), NgramSettings(), 4)
+    tracer = Tracer(Sampling(temperature=0.7), 4)
     trace = tracer.begin(texts, "fp32")
     tracer.add(trace, "fp32", decoder.target, None)
     return trace

@@ -63,7 +63,8 @@ class Landscape:
         return self
 
     def run(self, settings: Settings) -> Replayed:
-        flow = Flow(1 + settings.draft_length / 2, 0.5, np.eye(settings.draft_length + 1)[-1])
+        drafted = np.eye(settings.draft_length + 1)[-1]
+        flow = Flow(1 + settings.draft_length / 2, 0.5, drafted, drafted)
         return Replayed(flow, np.array([100 * math.log(self.ratio(settings))]), np.array([100.0]), 0.1, 0.2, 0.3)
 
     def predict(self, settings: Settings, flow: Flow, batch: int) -> Prediction:

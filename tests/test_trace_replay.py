@@ -104,7 +104,7 @@ def pair() -> Pair:
 
 
 def trace_of(pair: Pair, texts: Texts, model: bool, temperature: float = 1.0, length: int = 6) -> Trace:
-    tracer = Tracer(Sampling(temperature=temperature), None if model else NGRAM, length)
+    tracer = Tracer(Sampling(temperature=temperature), length, NGRAM)
     trace = tracer.begin(texts, "fp32")
     tracer.add(trace, "fp32", pair.target, pair.draft if model else None)
     return trace
@@ -146,9 +146,12 @@ def test_a_trace_does_not_depend_on_the_size_of_the_pieces(pair: Pair, monkeypat
     monkeypatch.setattr("lossyspec.tuner.trace._CHUNK", 5)
     pieces = trace_of(pair, few, model)
     np.testing.assert_allclose(pieces.plain["fp32"], whole.plain["fp32"], atol=1e-4)
-    for key, law in whole.laws.items():
-        for name in ("p_text", "confidence", "q_text" if model else "p_draft"):
-            torch.testing.assert_close(getattr(pieces.laws[key], name), getattr(law, name), rtol=1e-3, atol=1e-7)
+    pairs = [(pieces.lookup["fp32"], whole.lookup["fp32"], "p_draft")]
+    pairs += [(pieces.laws[key][0], law, "q_text") for key, (law,) in whole.laws.items()]
+    assert len(pairs) == (1 + len(TAUS) if model else 1)
+    for one, other, own in pairs:
+        for name in ("p_text", "confidence", own):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-3, atol=1e-7)
 
 
 def test_text_logits_refuse_a_text_that_does_not_fit_the_models_positions(pair: Pair) -> None:
@@ -159,9 +162,9 @@ def test_text_logits_refuse_a_text_that_does_not_fit_the_models_positions(pair: 
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_the_trace_of_an_ngram_draft_holds_what_the_models_logits_say(pair: Pair, temperature: float) -> None:
     trace = trace_of(pair, pair.cut, model=False, temperature=temperature)
-    law = trace.laws["fp32", 1.0]
+    law = trace.lookup["fp32"]
     assert isinstance(law, OneHotLaw)
-    assert list(trace.laws) == [("fp32", 1.0)]
+    assert not trace.laws
     place = 0
     for prompt, output in zip(pair.cut.prompts[:8], pair.cut.outputs[:8], strict=True):
         p = (direct_logits(pair.target, prompt, output) / temperature).softmax(-1)
@@ -181,9 +184,9 @@ def test_the_trace_of_an_ngram_draft_holds_what_the_models_logits_say(pair: Pair
 def test_the_trace_of_a_draft_model_holds_what_both_models_logits_say(pair: Pair) -> None:
     trace = trace_of(pair, pair.ended, model=True, temperature=0.8)
     assert set(trace.laws) == {("fp32", tau) for tau in TAUS}
-    assert trace.chain.shape == (pair.ended.tokens, 0)
+    assert isinstance(trace.lookup["fp32"], OneHotLaw)
     for tau in TAUS:
-        law = trace.laws["fp32", tau]
+        (law,) = trace.laws["fp32", tau]
         assert isinstance(law, BinnedLaw)
         place = 0
         for prompt, output in zip(pair.ended.prompts[:8], pair.ended.outputs[:8], strict=True):
@@ -199,7 +202,7 @@ def test_the_trace_of_a_draft_model_holds_what_both_models_logits_say(pair: Pair
 
 
 def test_sampling_filters_are_left_out_of_the_trace_since_they_put_zeros_under_texts(pair: Pair) -> None:
-    tracer = Tracer(Sampling(temperature=0.7, top_k=1, top_p=0.1, repetition_penalty=1.3), NGRAM, 4)
+    tracer = Tracer(Sampling(temperature=0.7, top_k=1, top_p=0.1, repetition_penalty=1.3), 4)
     assert tracer.full_support == Sampling(temperature=0.7)
 
 
@@ -230,7 +233,7 @@ def test_the_chain_of_a_draft_model_runs_along_the_text_and_does_not_end_with_it
 
 def test_a_text_without_tokens_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no tokens"):
-        Tracer(Sampling(), NGRAM, 4).begin(Texts([[3], [4]], [[5], []], [True, False]), "fp32")
+        Tracer(Sampling(), 4).begin(Texts([[3], [4]], [[5], []], [True, False]), "fp32")
 
 
 def test_reference_texts_are_cut_at_the_limit_and_say_so() -> None:
@@ -243,15 +246,13 @@ def test_reference_texts_are_cut_at_the_limit_and_say_so() -> None:
 def same_trace(one: Trace, other: Trace) -> None:
     assert one.texts == other.texts
     assert one.reference == other.reference
-    assert np.array_equal(one.chain, other.chain)
-    assert one.plain.keys() == other.plain.keys()
-    assert one.laws.keys() == other.laws.keys()
-    deeper, theirs = ({key: laws for key, laws in trace.deeper.items() if laws} for trace in (one, other))
-    assert {key: len(laws) for key, laws in deeper.items()} == {key: len(laws) for key, laws in theirs.items()}
+    assert np.array_equal(one.chain, other.chain) and torch.equal(one.drafted, other.drafted)
+    assert one.plain.keys() == other.plain.keys() and one.lookup.keys() == other.lookup.keys()
+    assert {key: len(laws) for key, laws in one.laws.items()} == {key: len(laws) for key, laws in other.laws.items()}
     for key, values in one.plain.items():
         assert np.array_equal(values, other.plain[key])
-    pairs = [(key, one.laws[key], other.laws[key]) for key in one.laws]
-    pairs += [(key, *two) for key in deeper for two in zip(deeper[key], theirs[key], strict=True)]
+    pairs: list[tuple[Any, Any, Any]] = [(key, law, other.lookup[key]) for key, law in one.lookup.items()]
+    pairs += [(key, *two) for key, laws in one.laws.items() for two in zip(laws, other.laws[key], strict=True)]
     for key, law, twin in pairs:
         assert type(twin) is type(law)
         for name in law.__dataclass_fields__:  # type: ignore[attr-defined]
@@ -265,10 +266,10 @@ def test_a_trace_survives_its_file(pair: Pair, tmp_path: Path) -> None:
         "confirm": trace_of(pair, few, model=False),
         "references": trace_of(pair, few, model=True, temperature=0.0),
     }
-    law = traces["confirm"].laws["fp32", 1.0]
+    law = traces["confirm"].lookup["fp32"]
     assert isinstance(law, OneHotLaw)
     other = {name: getattr(law, name).clone() for name in law.__dataclass_fields__}
-    traces["confirm"].laws["bf16", 1.0] = replace(law, **other | {"p_text": law.p_text / 2})
+    traces["confirm"].lookup["bf16"] = replace(law, **other | {"p_text": law.p_text / 2})
     traces["confirm"].plain["bf16"] = traces["confirm"].plain["fp32"] - 0.1
     path = tmp_path / "trace.safetensors"
     save_trace(path, traces)
@@ -291,7 +292,7 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"trace\.safetensors: not a trace"):
         load_trace(path)
     save_file({"x": torch.zeros(1)}, path, metadata={"schema": "lossytune.trace/9"})
-    with pytest.raises(ConfigurationError, match=r"schema is 'lossytune.trace/9'; expected 'lossytune.trace/1'"):
+    with pytest.raises(ConfigurationError, match=r"schema is 'lossytune.trace/9'; expected 'lossytune.trace/2'"):
         load_trace(path)
 
 
@@ -402,7 +403,7 @@ def test_certificates_are_given_by_the_rules_that_have_one() -> None:
 
 def test_another_precision_is_judged_against_the_reference_precision(pair: Pair) -> None:
     half = Runner(copy.deepcopy(pair.target.model).to(torch.bfloat16))
-    tracer = Tracer(Sampling(), NGRAM, 4)
+    tracer = Tracer(Sampling(), 4)
     trace = tracer.begin(pair.cut, "fp32")
     tracer.add(trace, "fp32", pair.target, None)
     tracer.add(trace, "bf16", half, None)
@@ -497,7 +498,9 @@ def test_Q9_a_cold_draft_lowers_the_perplexity_of_generated_text_and_is_ranked_w
     pick = flat[:, None]
     p_text, q_text = (part.gather(-1, pick)[:, 0].double() for part in (p_all, q_all))
     law = BinnedLaw(*bin_masses(p_all, q_all), p_text, q_text, q_all.amax(-1).double())
-    trace = Trace(texts, "fp32", np.zeros((1000, 0)), {("fp32", 1.0): law}, {"fp32": p_text.log().numpy()})
+    nothing = OneHotLaw(*torch.zeros(3, 1000).double(), torch.zeros(1000, dtype=torch.bool), -torch.ones(1000).double())
+    trace = Trace(texts, "fp32", -np.ones((1000, 4)), -torch.ones(1000), {"fp32": nothing}, {("fp32", 1.0): (law,)})
+    trace.plain["fp32"] = p_text.log().numpy()
     settings = Settings(rule="mixture", alpha=0.6, tau=0.3, draft_length=4)
     pi = 0.4 * p + 0.6 * q
     generated = float(((p - pi) * p.log()).sum(-1).mean())  # its own text under the target, over the target's own
@@ -603,7 +606,7 @@ def test_the_last_token_before_the_limit_is_never_drafted() -> None:
     certain = OneHotLaw(*(torch.ones(6).double() for _ in range(3)), torch.ones(6, dtype=torch.bool), torch.ones(6).double())
     for limited, rounds, drafted in ((True, 2, [0.0, 0.5, 0.0, 0.0, 0.5]), (False, 2, [0.0, 0.0, 0.0, 0.0, 1.0])):
         texts = Texts([[3]], [[5] * 6], [limited])
-        trace = Trace(texts, "fp32", np.ones((6, 4)), {("fp32", 1.0): certain}, {"fp32": np.zeros(6)})
+        trace = Trace(texts, "fp32", np.ones((6, 4)), torch.full((6,), 5), {"fp32": certain}, plain={"fp32": np.zeros(6)})
         assert trace.last_of_limited().tolist() == [[False] * 5 + [limited]]
         flow = Replay(trace).run(Settings(rule="exact", draft_length=4)).flow
         # 5 tokens in the first round; then one that is plain (limited), or accepted at the end of the text
@@ -630,7 +633,7 @@ class Head:
 
 
 def head_trace(target: Runner, draft: FeatureDraft, texts: Texts, temperature: float) -> Trace:
-    tracer = Tracer(Sampling(temperature=temperature), None, HEAD_DEPTHS)
+    tracer = Tracer(Sampling(temperature=temperature), HEAD_DEPTHS, NGRAM)
     trace = tracer.begin(texts, "fp32")
     tracer.add(trace, "fp32", target, draft)
     return trace
@@ -685,7 +688,8 @@ def test_lossy_perplexity_with_a_feature_head_uses_the_law_of_each_depth(
     np.testing.assert_allclose(replayed.log_ratio, wanted, atol=0.02)
     assert replayed.perplexity_ratio == pytest.approx(math.exp(wanted.sum() / pair.cut.tokens), abs=1e-3)
     if settings.draft_length > 1:
-        only_first = Replay(replace(head.replay.trace, deeper={})).run(settings)
+        trace = head.replay.trace
+        only_first = Replay(replace(trace, laws={key: laws[:1] for key, laws in trace.laws.items()})).run(settings)
         assert np.abs(only_first.log_ratio - wanted).max() > 0.1
 
 
@@ -720,7 +724,7 @@ def test_a_head_that_theta_cuts_short_in_every_row_decodes_without_a_warning(pai
 def test_a_trace_by_depth_survives_its_file(pair: Pair, head: Head, tmp_path: Path) -> None:
     few = Texts(pair.cut.prompts[:3], pair.cut.outputs[:3], pair.cut.limited[:3])
     trace = head_trace(head.target, head.draft, few, 1.0)
-    assert {len(laws) for laws in trace.deeper.values()} == {HEAD_DEPTHS - 1}
+    assert {len(laws) for laws in trace.laws.values()} == {HEAD_DEPTHS}
     save_trace(tmp_path / "trace.safetensors", {"search": trace})
     loaded = load_trace(tmp_path / "trace.safetensors")["search"]
     same_trace(trace, loaded)
@@ -746,7 +750,8 @@ def test_greedy_replay_counts_exactly_what_live_greedy_decoding_does(
 ) -> None:
     texts = pair.greedy if ended else pair.greedy_cut
     trace = trace_of(pair, texts, model, temperature=0.0)
-    assert isinstance(trace.laws["fp32", 1.0], GreedyLaw)
+    assert isinstance(trace.lookup["fp32"], GreedyLaw)
+    assert {type(laws[0]) for laws in trace.laws.values()} == ({GreedyLaw} if model else set())
     settings = settings_of(model, rule="optimal", alpha=0.0, draft_length=length, theta=theta)
     replayed = Replay(trace).run(settings)
     stats = pair.live(settings, texts, temperature=0.0, eos=ended)
@@ -781,3 +786,117 @@ def test_greedy_loss_is_the_mean_regret_of_accepted_tokens_along_the_text(pair: 
     assert replayed.perplexity_ratio == pytest.approx(math.exp(total / pair.greedy.tokens), abs=1e-5)
     lossless = Replay(trace).run(settings_of(True, rule="exact", alpha=alpha, draft_length=length))
     assert lossless.perplexity_ratio == 1.0
+
+
+# prompt lookup after long matches, the draft everywhere else
+
+
+MIXED = {"source": "mixed", "ngram": NgramSettings(min_match=2)}
+
+
+def mixed_log_ratio(pair: Pair, texts: Texts, settings: Settings) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """By the exact recursion on full laws, with each round's drafter looked up; all texts are cut at the limit."""
+    assert settings.ngram is not None
+    depths, both = settings.draft_length, list(zip(texts.prompts, texts.outputs, strict=True))
+    p = torch.stack([direct_logits(pair.target, prompt, output).softmax(-1) for prompt, output in both])
+    q = torch.zeros(*p.shape[:2], depths, VOCAB, dtype=torch.float64)
+    draftable = torch.ones(*p.shape[:2], depths, dtype=torch.bool)
+    for row, (prompt, output) in enumerate(both):
+        drawn = (direct_logits(pair.draft, prompt, output) / settings.tau).softmax(-1)
+        looked = [ngram_chain(prompt + output[:place], settings.ngram, 1) for place in range(len(output))]
+        for place, depth in itertools.product(range(len(output)), range(depths)):
+            if place < depth:
+                continue
+            if not looked[place - depth]:
+                q[row, place, depth] = drawn[place]
+                draftable[row, place, depth] = float(drawn[place].max()) >= settings.theta
+            elif looked[place]:
+                q[row, place, depth, looked[place][0][0]] = 1.0
+            else:
+                draftable[row, place, depth] = False
+    draftable[:, -1] = False
+    tokens, mask = torch.tensor(texts.outputs), torch.ones(p.shape[:2], dtype=torch.bool)
+    alpha = torch.full(tokens.shape, settings.alpha, dtype=torch.float64)
+    weights = dense_weights(p, q, tokens, settings.rule, alpha, draftable, mask)
+    return np.log(weights.plain).sum(1) - forward(weights, depths).log_likelihood
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rule": "optimal", "alpha": 0.3, "draft_length": 3},
+        {"rule": "mixture", "alpha": 0.6, "draft_length": 4, "theta": 0.5, "tau": 0.7},
+        {"rule": "priced", "alpha": 0.4, "draft_length": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_lossy_perplexity_of_a_mixed_draft_is_that_of_the_exact_recursion(
+    pair: Pair, replays: dict[tuple[bool, str], Replay], values: dict[str, Any], least: int
+) -> None:
+    settings = Settings(source="mixed", ngram=NgramSettings(min_match=least), **values)
+    wanted = mixed_log_ratio(pair, pair.cut, settings)
+    np.testing.assert_allclose(replays[True, "cut"].run(settings).log_ratio, wanted, atol=0.02)
+    for source in ("draft", "ngram"):
+        other = replays[True, "cut"].run(Settings(source=source, ngram=NGRAM, **values)).log_ratio
+        assert np.abs(other - wanted).max() > 0.1
+
+
+def test_a_trace_with_a_draft_replays_prompt_lookup_as_one_without(replays: dict[tuple[bool, str], Replay]) -> None:
+    for values in ({"rule": "optimal", "alpha": 0.4, "theta": 0.6}, {"rule": "exact"}):
+        both = replays[True, "cut"].run(Settings(source="ngram", ngram=NGRAM, draft_length=4, **values))
+        alone = replays[False, "cut"].run(Settings(ngram=NGRAM, draft_length=4, **values))
+        assert np.array_equal(both.log_ratio, alone.log_ratio)
+        assert both.flow.tokens_per_round == alone.flow.tokens_per_round
+        assert both.flow.steps.tolist() == alone.flow.steps.tolist() == [1.0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("length", "theta"), [(1, 0.0), (4, 0.0), (3, 0.5)])
+def test_flow_of_a_mixed_draft_is_that_of_live_decoding(
+    pair: Pair, replays: dict[tuple[bool, str], Replay], length: int, theta: float
+) -> None:
+    settings = Settings(rule="exact", draft_length=length, theta=theta, **MIXED)
+    stats, _ = generate(pair.target, ModelDraft(pair.draft, VOCAB), settings, pair.cut.prompts * 5, 1.0, 2, eos=False)
+    replayed = replays[True, "cut"].run(settings)
+    check_flow(replayed, stats, length, drafted=0.04 if theta == 0 else 0.06)
+    assert (replayed.flow.steps >= 0).all() and replayed.flow.steps.sum() == pytest.approx(1.0)
+    assert 0.05 < replayed.flow.steps[0] < 0.95  # some rounds are lookup, some are not
+
+
+def test_greedy_replay_of_a_mixed_draft_counts_exactly_what_live_greedy_decoding_does(pair: Pair) -> None:
+    replay = Replay(trace_of(pair, pair.greedy_cut, model=True, temperature=0.0))
+    for length in (1, 3):
+        settings = Settings(rule="exact", draft_length=length, **MIXED)
+        prompts = pair.greedy_cut.prompts
+        stats, texts = generate(pair.target, ModelDraft(pair.draft, VOCAB), settings, prompts, 0.0, 1, eos=False)
+        flow = replay.run(settings).flow
+        assert texts.outputs == pair.greedy_cut.outputs
+        assert flow.tokens_per_round == pytest.approx(stats.tokens_per_round, abs=1e-12)
+        assert flow.acceptance == pytest.approx(stats.acceptance, abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["exact", "optimal", "priced"])
+def test_a_batch_whose_rows_draft_unalike_emits_the_law_that_replay_scores(pair: Pair, rule: str) -> None:
+    """Texts of two tokens from a row that looks up beside one that does not: their frequencies are exp(log likelihood)."""
+    prompts = [[3, 4, 5, 3, 4], [6, 7, 8, 9]]
+    settings = Settings(rule=rule, alpha=0.4 if rule != "exact" else 0.0, draft_length=2, **MIXED)  # type: ignore[arg-type]
+    count = 6000
+    draft, stats = ModelDraft(pair.draft, VOCAB), Stats()
+    job = Job(settings, Sampling(), Stopping(2), torch.Generator().manual_seed(0))
+    *_, rows = decode(pair.target, draft, prompts * count, job, stats)
+    assert stats.draft_steps > 0
+    for which, prompt in enumerate(prompts):
+        seen = np.zeros((VOCAB, VOCAB))
+        for row in rows[which::2]:
+            seen[tuple(row.output)] += 1
+        pairs = list(itertools.product(range(VOCAB), repeat=2))
+        texts = Texts([prompt] * len(pairs), [list(pair) for pair in pairs], [True] * len(pairs))
+        trace = trace_of(pair, texts, model=True)
+        replayed = Replay(trace).run(settings)
+        plain = np.array([trace.plain["fp32"][2 * row : 2 * row + 2].sum() for row in range(len(pairs))])
+        wanted = np.exp(plain - replayed.log_ratio)
+        assert wanted.sum() == pytest.approx(1.0, abs=0.01)
+        likely = wanted * count >= 5
+        expected, got = wanted[likely] * count, seen.ravel()[likely]
+        statistic = ((got - expected) ** 2 / expected).sum()
+        assert statistic < likely.sum() + 4.5 * math.sqrt(2 * likely.sum())

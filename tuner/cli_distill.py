@@ -21,6 +21,7 @@ from .config import parse_duration_s
 )
 @click.option("--tokens", type=int, default=300_000, help="Tokens that the target writes.")
 @click.option("--budget", default=None, help="Wall-clock time: 10m, 2h. [default: none]")
+@click.option("--from", "start", type=click.Path(path_type=Path), default=None, help="A head to go on from.")
 @click.option("--layers", type=int, default=1, help="Decoder layers of the head.")
 @click.option("--width", type=int, default=None, help="Hidden size of the head. [default: the target's]")
 @click.option("--vocab", type=int, default=8192, help="Most frequent tokens that the head can propose.")
@@ -46,4 +47,14 @@ def distill(*, out: Path, as_json: bool, budget: str | None, **options: Any) -> 
     for row in result.card["overlap"]:
         shown = f"overlap {row['overlap']:.3f}, same argmax {row['top1']:.3f}"
         click.echo(f"temperature {row['temperature']}, depth {row['depth']}: {shown}")
+    pay = result.card["payoff"]
+    click.echo(
+        f"a draft step takes {pay['draft_step_s'] * 1e3:.2f} ms, {pay['step_ratio']:.1%} of a target step "
+        f"({pay['target_step_s'] * 1e3:.1f} ms)"
+    )
+    for row in pay["lossless"]:
+        click.echo(
+            f"temperature {row['temperature']}: lossless {row['predicted_speedup']:.2f}x predicted "
+            f"at draft length {row['draft_length']}"
+        )
     click.echo(f"head  {result.folder}\nuse it with: lossytune search --target {config.target} --draft {result.folder}")

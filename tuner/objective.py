@@ -53,15 +53,12 @@ class Objective:
         total = float(sum(share * verify[length] for length, share in enumerate(lengths)))
         if settings.draft_length == 0:
             return total
-        if self.dense:
-            # a row stopped by theta has paid the step that showed it
-            steps = sum(
-                share * min(length + (settings.theta > 0), settings.draft_length) for length, share in enumerate(lengths)
-            )
+        if self.dense and settings.source != "ngram":
+            steps = float(_longest(flow.steps, batch) @ np.arange(len(flow.steps)))
             total += steps * self.meter.draft_step_s(precision, batch)
-        else:
+        if not self.dense or settings.source != "draft":
             total += self.meter.lookup_s(batch)[settings.draft_length]
-        return total + self.meter.judge_s(settings.rule, batch, self.dense)
+        return total + self.meter.judge_s(settings.rule, batch, self.dense and settings.source != "ngram")
 
     def predict(self, settings: Settings, flow: Flow, batch: int) -> Prediction:
         """Speed from the cost table; the ratio is to the fastest plain decoding at the same batch size."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from lossyspec.errors import ConfigurationError
 from lossyspec.likelihood import Flags, Floats, Recursion, StepWeights, bootstrap_ratio, forward
+from lossyspec.mixed_drafting import least_match
 from lossyspec.records import Corpus, Estimate, Quality
 from lossyspec.settings import Settings
 
@@ -24,11 +25,13 @@ _RECENT, _STEP_LIMIT = 16, 3.0
 
 @dataclass(frozen=True)
 class Flow:
-    """What one configuration does in a row. drafted: (draft_length + 1,) share of rounds that draft 0, 1, .. tokens."""
+    """What one configuration does in a row. drafted: (draft_length + 1,) share of rounds that draft 0, 1, .. tokens;
+    steps: (draft_length + 1,) share of those that run the draft model 0, 1, .. times."""
 
     tokens_per_round: float
     acceptance: float | None
     drafted: Floats
+    steps: Floats
 
     @property
     def drafted_per_round(self) -> float:
@@ -52,6 +55,51 @@ class Replayed:
         """Perplexity of the decoder over the reference target's, over all texts; inf when a text has likelihood 0."""
         mean = float(self.log_ratio.sum() / self.tokens.sum())
         return math.inf if mean >= 700 else math.exp(mean)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of who may draft: its laws by depth (one: alike at all), their answers, and the least confidence it drafts at."""
+
+    laws: tuple[Law, ...]
+    answers: tuple[Answer, ...]
+    least: float
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Who drafts: prompt lookup, the draft, or both, where rounds that begin at a long match are lookup."""
+
+    replay: Replay
+    draft_length: int
+    lookup: _Side | None
+    draft: _Side | None
+
+    @property
+    def all(self) -> list[_Side]:
+        """Those that take part."""
+        return [side for side in (self.lookup, self.draft) if side is not None]
+
+    def over(self, values: Callable[[_Side], Sequence[torch.Tensor]]) -> Floats:
+        """(N, L, 1), or (N, L, draft_length) where the depth matters, from (T,) values of a side at each of its depths;
+        beyond the last one that holds."""
+        padded = [self._by_depth(values(side)) for side in self.all]
+        if len(padded) == 1:
+            return padded[0]
+        return np.where(self._looked_up(), padded[0], padded[1])
+
+    def _by_depth(self, flat: Sequence[torch.Tensor]) -> Floats:
+        padded = [self.replay._padded(values) for values in flat]
+        if len(padded) > 1:
+            padded += [padded[-1]] * (self.draft_length - len(padded))
+        return np.stack(padded, -1)
+
+    def _looked_up(self) -> Flags:
+        """(N, L, draft_length) whether a round that began d places before each position was one of prompt lookup."""
+        assert self.lookup is not None
+        begins = self.replay._padded(self.lookup.laws[0].confidence >= self.lookup.least).astype(bool)
+        depths = [np.pad(begins, ((0, 0), (depth, 0)))[:, : begins.shape[1]] for depth in range(max(self.draft_length, 1))]
+        return np.stack(depths, -1)
 
 
 def certificate(settings: Settings) -> float | None:
@@ -81,7 +129,7 @@ class Replay:
         self.tokens = self.mask.sum(1).astype(float)
         self._last = trace.last_of_limited()
         self._answers: dict[tuple[Any, ...], Answer] = {}
-        self._single = len({tau for _, tau in trace.laws}) == 1
+        self._single = len({tau for _, tau in trace.laws}) <= 1
         self._reference = self._padded(trace.plain[trace.reference])
 
     def _padded(self, flat: Any, fill: float = 0.0) -> Floats:
@@ -90,96 +138,116 @@ class Replay:
         values[self.mask] = np.asarray(flat)
         return values
 
-    def _answer(self, settings: Settings, tau: float, depth: int) -> Answer:
-        rule, alpha = ("exact", 0.0) if settings.lossless else (settings.rule, settings.alpha)
-        key = (settings.precision.target, tau, rule, alpha, depth)
-        if key not in self._answers:
-            if len(self._answers) > 1024:
-                self._answers.clear()
-            law = self._laws(settings.precision.target, tau)[depth]
-            self._answers[key] = law.answer(rule, torch.full_like(law.confidence, alpha, dtype=torch.float64))
-        return self._answers[key]
-
     def run(self, settings: Settings) -> Replayed:
         """Replays one configuration. Raises ConfigurationError for a precision or tau that was not traced."""
         precision, gamma = settings.precision.target, settings.draft_length
-        tau = 1.0 if self._single else nearest_tau(settings.tau)
-        if (precision, tau) not in self.trace.laws:
-            raise ConfigurationError(
-                f"precision {precision} was not traced; traced: {', '.join(sorted({name for name, _ in self.trace.laws}))}"
-            )
-        laws = self._laws(precision, tau)[: max(gamma, 1)]
-        answers = [self._answer(settings, tau, depth) for depth in range(len(laws))]
-        confidence = self._by_depth([law.confidence for law in laws], gamma, -1.0)
-        draftable = (confidence >= max(settings.theta, 0.0)) & ~self._last[..., None]
-        greedy = isinstance(laws[0], GreedyLaw)
+        sides, greedy = self._sides(settings), isinstance(self._lookup_law(precision), GreedyLaw)
         plain = np.ones(self.mask.shape) if greedy else np.exp(self._padded(self.trace.plain[precision]))
         weights = StepWeights(
-            self._by_depth([answer.accepted for answer in answers], gamma),
-            self._by_depth([answer.rejected for answer in answers], gamma),
-            self._by_depth([answer.acceptance for answer in answers], gamma),
-            draftable,
+            sides.over(lambda side: [answer.accepted for answer in side.answers]),
+            sides.over(lambda side: [answer.rejected for answer in side.answers]),
+            sides.over(lambda side: [answer.acceptance for answer in side.answers]),
+            sides.over(lambda side: [law.confidence >= side.least for law in side.laws]).astype(bool)
+            & ~self._last[..., None],
             plain,
             self.mask,
         )
         recursion = forward(weights, gamma)
         if greedy:
-            regret = self._by_depth([answer.regret for answer in answers], gamma)
+            regret = sides.over(lambda side: [answer.regret for answer in side.answers])
             log_ratio = (recursion.drafted_at * regret).sum((1, 2))
         else:
             log_ratio = (self._reference * self.mask).sum(1) - recursion.log_likelihood
         return Replayed(
-            self._flow(recursion, settings, laws),
+            self._flow(recursion, settings, sides),
             log_ratio,
             self.tokens,
-            self._mean(recursion, [answer.tv for answer in answers], gamma),
-            self._mean(recursion, [answer.kl_forward for answer in answers], gamma),
-            self._mean(recursion, [answer.kl_reverse for answer in answers], gamma),
+            self._mean(recursion, sides, lambda answer: answer.tv),
+            self._mean(recursion, sides, lambda answer: answer.kl_forward),
+            self._mean(recursion, sides, lambda answer: answer.kl_reverse),
         )
 
-    def _laws(self, precision: str, tau: float) -> tuple[Law, ...]:
-        """The laws by depth; one when it does not depend on the depth."""
-        return (self.trace.laws[precision, tau], *self.trace.deeper.get((precision, tau), ()))
+    # who drafts
 
-    def _by_depth(self, flat: Sequence[torch.Tensor], draft_length: int, fill: float = 0.0) -> Floats:
-        """(N, L, 1), or (N, L, draft_length) from (T,) at each depth; beyond the last traced depth that one holds."""
-        padded = [self._padded(values, fill) for values in flat]
-        if len(padded) > 1:
-            padded += [padded[-1]] * (draft_length - len(padded))
-        return np.stack(padded, -1)
+    def _sides(self, settings: Settings) -> _Sides:
+        """The laws and their answers of who drafts under `settings`."""
+        precision, gamma = settings.precision.target, settings.draft_length
+        theta = max(settings.theta, 0.0)
+        law = self._lookup_law(precision)
+        lookup = _Side((law,), (self._answer(settings, None, 0, law),), theta)
+        if not self.trace.laws or settings.source == "ngram" or gamma == 0:
+            return _Sides(self, gamma, lookup, None)
+        tau = 1.0 if self._single else nearest_tau(settings.tau)
+        if (precision, tau) not in self.trace.laws:
+            raise ConfigurationError(f"the draft was not traced at precision {precision} and tau {tau}")
+        laws = self.trace.laws[precision, tau][:gamma]
+        answers = tuple(self._answer(settings, tau, depth, law) for depth, law in enumerate(laws))
+        draft = _Side(laws, answers, theta)
+        if settings.source == "draft":
+            return _Sides(self, gamma, None, draft)
+        return _Sides(self, gamma, replace(lookup, least=least_match(settings)), draft)
 
-    def _mean(self, recursion: Recursion, values: Sequence[torch.Tensor | None], draft_length: int) -> float | None:
+    def _lookup_law(self, precision: str) -> Law:
+        if precision not in self.trace.lookup:
+            traced = ", ".join(sorted(self.trace.lookup))
+            raise ConfigurationError(f"precision {precision} was not traced; traced: {traced}")
+        return self.trace.lookup[precision]
+
+    def _answer(self, settings: Settings, tau: float | None, depth: int, law: Law) -> Answer:
+        """tau None: of prompt lookup."""
+        rule, alpha = ("exact", 0.0) if settings.lossless else (settings.rule, settings.alpha)
+        key = (settings.precision.target, tau, rule, alpha, depth)
+        if key not in self._answers:
+            if len(self._answers) > 1024:
+                self._answers.clear()
+            self._answers[key] = law.answer(rule, torch.full_like(law.confidence, alpha, dtype=torch.float64))
+        return self._answers[key]
+
+    # what comes of it
+
+    def _mean(self, recursion: Recursion, sides: _Sides, value: Callable[[Answer], torch.Tensor | None]) -> float | None:
         """Mean over emitted positions, where the relaxed law rules at a share of them; None if not known or not finite."""
-        known = [part for part in values if part is not None]
-        if len(known) < len(values):
+        if any(value(answer) is None for side in sides.all for answer in side.answers):
             return None
-        padded, share = self._by_depth(known, draft_length), recursion.drafted_at
+        padded = sides.over(lambda side: [part for answer in side.answers if (part := value(answer)) is not None])
+        share = recursion.drafted_at
         total = float(np.where(share > 0, padded, 0.0).ravel() @ share.ravel())
         return max(total / float(self.tokens.sum()), 0.0) if math.isfinite(total) else None
 
-    def _flow(self, recursion: Recursion, settings: Settings, laws: Sequence[Law]) -> Flow:
+    def _flow(self, recursion: Recursion, settings: Settings, sides: _Sides) -> Flow:
         """Expected rounds, and how many tokens are drafted in each, weighed by where rounds begin."""
         gamma = settings.draft_length
         weight = self._own_text(recursion)
         tokens, rounds = float(weight.sum()), float((weight * recursion.ends).sum())
         accepted = float((weight * recursion.kept).sum())
-        shares = np.zeros(gamma + 1)
-        if gamma:
-            stored = self.trace.chain[:, :gamma]
-            chain = stored if stored.shape[1] else self._forced(laws, gamma)
-            going = chain >= max(settings.theta, 0.0)
-            lengths = np.zeros(self.mask.shape, dtype=int)
-            lengths[self.mask] = going.cumprod(1).sum(1).astype(int)
-            # a round leaves room for the token after it
-            room = self.tokens[:, None] - np.arange(self.mask.shape[1]) - 1
-            limited = np.array(self.trace.texts.limited)[:, None]
-            lengths = np.where(limited, np.minimum(lengths, np.maximum(room, 0)), lengths).astype(int)
-            np.add.at(shares, lengths.ravel(), (weight * recursion.starts).ravel())
-        else:
-            shares[0] = 1.0
-        shares /= shares.sum()
+        lengths, drawn = self._lengths(sides, gamma)
+        begun = weight * recursion.starts
+        shares, steps = np.zeros(gamma + 1), np.zeros(gamma + 1)
+        np.add.at(shares, lengths.ravel(), begun.ravel())
+        # a row stopped by theta has paid the step that showed it
+        more = np.minimum(lengths + (settings.theta > 0), gamma)
+        np.add.at(steps, np.where(drawn, more, 0).ravel(), begun.ravel())
+        shares, steps = shares / shares.sum(), steps / steps.sum()
         drafted = float(shares @ np.arange(gamma + 1)) * rounds
-        return Flow(tokens / rounds, accepted / drafted if drafted > 0 else None, shares)
+        return Flow(tokens / rounds, accepted / drafted if drafted > 0 else None, shares, steps)
+
+    def _lengths(self, sides: _Sides, gamma: int) -> tuple[Any, Flags]:
+        """(N, L) how many tokens a round that begins at each position drafts, and whether the draft model draws them."""
+        flat = np.zeros(self.trace.texts.tokens, dtype=int)
+        if sides.draft is not None and gamma:
+            chain = forced_chain([law.confidence.numpy() for law in sides.draft.laws], self.trace.texts, gamma)
+            flat = (chain >= sides.draft.least).cumprod(1).sum(1)
+        drawn = np.full(len(flat), sides.draft is not None)
+        if sides.lookup is not None and gamma:
+            looked = (self.trace.chain[:, :gamma] >= sides.lookup.least).cumprod(1).sum(1)
+            drawn &= looked == 0
+            flat = np.where(looked > 0, looked, flat)
+        lengths = self._padded(flat).astype(int)
+        # a round leaves room for the token after it
+        room = self.tokens[:, None] - np.arange(self.mask.shape[1]) - 1
+        limited = np.array(self.trace.texts.limited)[:, None]
+        lengths = np.where(limited, np.minimum(lengths, np.maximum(room, 0)), lengths).astype(int)
+        return lengths, self._padded(drawn).astype(bool)
 
     def _own_text(self, recursion: Recursion) -> Floats:
         """(N, L) how much likelier the decoder is than the target to have written the last tokens before each position.
@@ -193,9 +261,6 @@ class Replay:
         past = before.copy()
         past[:, _RECENT:] -= before[:, :-_RECENT]
         return np.exp(past) * self.mask
-
-    def _forced(self, laws: Sequence[Law], gamma: int) -> Floats:
-        return forced_chain([law.confidence.numpy() for law in laws], self.trace.texts, gamma)
 
     def quality(
         self,

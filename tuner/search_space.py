@@ -12,19 +12,22 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import Trial
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.settings import NgramSettings, Precision, Precisions, Rule, Settings
+from lossyspec.settings import SOURCES, NgramSettings, Precision, Precisions, Rule, Settings, Source
 
 from .config import SearchConfig
 
 _DEFAULT_RULES: tuple[Rule, ...] = ("optimal", "mixture", "priced")
 #: thresholds between the confidences 1/2, 2/3, 3/4, 4/5 of matches of 1, 2, 3, 4 tokens
 _NGRAM_THETAS = (0.0, 0.6, 0.7, 0.78)
+#: shortest match after which a mixed round is prompt lookup
+_MIXED_MATCHES = (2, 4)
 _NGRAM_TWINS: dict[Rule, Rule] = {"mixture": "optimal"}
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices. taus: draft temperatures, none when the draft does not sample. excluded: the reason by name."""
+    """The choices. taus: draft temperatures, none when the draft does not sample. sources: who may draft, if more than
+    prompt lookup. excluded: the reason by name."""
 
     rules: tuple[Rule, ...]
     precisions: tuple[Precision, ...]
@@ -34,6 +37,7 @@ class SearchSpace:
     relax: bool
     greedy: bool
     excluded: dict[str, str]
+    sources: tuple[Source, ...] = SOURCES
 
     @property
     def dense(self) -> bool:
@@ -52,6 +56,8 @@ class SearchSpace:
             found["rule"] = CategoricalDistribution(self.rules)
             found["alpha"] = FloatDistribution(0.0, 1.0, step=0.01)
         if self.dense:
+            found["source"] = CategoricalDistribution(self.sources)
+            found["min_match"] = IntDistribution(*_MIXED_MATCHES)
             found["theta"] = FloatDistribution(0.0, 0.9, step=0.05)
             if not self.greedy:
                 found["tau"] = CategoricalDistribution(self.taus)
@@ -78,15 +84,24 @@ class SearchSpace:
         if length == 0:
             alpha = 0.0
         precision = params["precision"]
+        source: Source = params.get("source", "draft") if length else "draft"
+        drawn = length > 0 and source != "ngram"
         return Settings(
             rule=params["rule"] if alpha > 0 else "exact",
             alpha=alpha,
             draft_length=length,
             theta=float(params["theta"]) if length else 0.0,
-            tau=float(params.get("tau", 1.0)) if length else 1.0,
+            tau=float(params.get("tau", 1.0)) if drawn else 1.0,
             precision=Precisions(target=precision, draft=precision if self.dense else None),
-            ngram=None if self.dense else NgramSettings(),
+            source=source,
+            ngram=self._ngram(source, params),
         ), int(params["batch_size"])
+
+    def _ngram(self, source: Source, params: Mapping[str, Any]) -> NgramSettings | None:
+        """Prompt lookup's own settings, where it takes part."""
+        if self.dense and source == "draft":
+            return None
+        return NgramSettings(min_match=int(params["min_match"])) if source == "mixed" else NgramSettings()
 
     def params(
         self,
@@ -98,6 +113,8 @@ class SearchSpace:
         alpha: float = 0.0,
         tau: float = 1.0,
         rule: str | None = None,
+        source: Source = "draft",
+        min_match: int = _MIXED_MATCHES[0],
     ) -> dict[str, Any]:
         """Parameters of a configuration that is enqueued."""
         values = {
@@ -108,6 +125,8 @@ class SearchSpace:
             "alpha": alpha,
             "tau": tau,
             "rule": rule or (self.rules[0] if self.rules else None),
+            "source": source,
+            "min_match": min_match,
         }
         return {name: values[name] for name in self.distributions}
 

@@ -10,7 +10,7 @@ from lossyspec.hardware import HardwareInfo, used_gpu
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.records import BlockRecord, TrialRecord
-from lossyspec.settings import NgramSettings, Precision, Sampling, Settings
+from lossyspec.settings import Precision, Sampling, Settings
 
 from .config import SearchConfig
 from .measurement.costs import CostMeter, CostTable
@@ -65,14 +65,15 @@ def trace_chosen(work: Work, traces: dict[str, Trace], chosen: Sequence[TrialRec
     """Adds to the confirmation half and the references what the chosen points need."""
     needed: dict[Precision, set[float]] = {work.reference: {1.0} & set(work.space.taus)}
     for record in chosen:
-        needed.setdefault(record.settings.precision.target, set()).add(record.settings.tau if work.pool.dense else 1.0)
+        taus = {record.settings.tau} if work.pool.dense and record.settings.draft_length else set()
+        needed.setdefault(record.settings.precision.target, set()).update(taus)
     rest = {half: trace for half, trace in traces.items() if half != "search"}
     _add(work, rest, {precision: sorted(taus) for precision, taus in needed.items()})
     save_trace(folder.trace, traces)
 
 
 def _tracer(work: Work) -> Tracer:
-    return Tracer(work.sampling, None if work.pool.dense else NgramSettings(), work.config.max_draft_length)
+    return Tracer(work.sampling, work.config.max_draft_length)
 
 
 def _add(work: Work, traces: dict[str, Trace], wanted: Mapping[Precision, Sequence[float]]) -> None:

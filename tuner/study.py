@@ -98,15 +98,15 @@ class Study:
         theta = self.space.distributions["theta"]
         thetas = theta.choices if hasattr(theta, "choices") else (0.0, 0.2, 0.4, 0.6)
         best, params = -1.0, self.space.params(draft_length=1, precision=self.space.precisions[0], batch_size=batch)
-        for precision in self.space.precisions:
-            for length in range(1, self.space.max_draft_length + 1):
-                for level in thetas:
-                    tried = self.space.params(draft_length=length, precision=precision, batch_size=batch, theta=level)
-                    settings, _ = self.space.settings(tried)
-                    flow = self.objective.replay.run(settings).flow
-                    speedup = self.objective.predict(settings, flow, batch).speedup
-                    if speedup > best:
-                        best, params = speedup, tried
+        sources = self.space.sources if self.space.dense else ("draft",)
+        lengths = range(1, self.space.max_draft_length + 1)
+        for precision, length, level, source in itertools.product(self.space.precisions, lengths, thetas, sources):
+            tried = self.space.params(draft_length=length, precision=precision, batch_size=batch, theta=level, source=source)
+            settings, _ = self.space.settings(tried)
+            flow = self.objective.replay.run(settings).flow
+            speedup = self.objective.predict(settings, flow, batch).speedup
+            if speedup > best:
+                best, params = speedup, tried
         return params
 
     def run(self, trials: int, stop: Callable[[], bool], progress: Callable[[int], None] = lambda done: None) -> None:

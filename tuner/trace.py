@@ -45,22 +45,23 @@ class Texts:
 
 @dataclass
 class Trace:
-    """One half of a workload. laws: by (precision, tau). plain: log p of each output token by precision, flat over texts.
+    """One half of a workload. plain: log p of each output token by precision, flat over texts.
 
-    chain: (T, max_draft_length) running least confidence of what the n-gram draft would propose from the position on; -1:
-    nothing. (T, 0) for a draft model: its own continuation is not known without running it, see `forced_chain`.
     reference: the precision whose p the perplexity ratio is taken against.
-    drafted: (T,) what the n-gram draft proposes at each position, -1: nothing; None for a draft model.
-    deeper: the laws at depths 2, 3, .. of a round, for a draft whose law depends on the depth.
+    chain: (T, max_draft_length) running least confidence of what prompt lookup would propose from the position on; -1:
+    nothing. drafted: (T,) its token at each position, -1: nothing. lookup: its laws by precision.
+    laws: of the loaded draft, by (precision, tau) and then by depth of a round; one where the depth makes no difference.
+    Empty where prompt lookup is the only draft. How a draft goes on from a position is not known without running it: see
+    `forced_chain`.
     """
 
     texts: Texts
     reference: Precision
     chain: Floats
-    laws: dict[tuple[str, float], Law] = field(default_factory=dict)
+    drafted: Tensor
+    lookup: dict[str, Law] = field(default_factory=dict)
+    laws: dict[tuple[str, float], tuple[Law, ...]] = field(default_factory=dict)
     plain: dict[str, Floats] = field(default_factory=dict)
-    deeper: dict[tuple[str, float], tuple[Law, ...]] = field(default_factory=dict)
-    drafted: Tensor | None = None
 
     def mask(self) -> Flags:
         """(N, L) which places of the padded texts hold a token."""
@@ -124,6 +125,11 @@ def text_pass(runner: Runner, prompt: list[int], output: list[int]) -> tuple[lis
     return pieces, torch.cat(known, 1) if known else None
 
 
+def _joined(kind: type[Any], pieces: list[dict[str, Tensor]]) -> Law:
+    law: Law = kind(**{name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
+    return law
+
+
 def _one_hot(p: Tensor, text: Tensor, drafted: Tensor, greedy: bool, confidence: Tensor) -> dict[str, Tensor]:
     some = drafted >= 0
     chosen = torch.where(some, p.gather(-1, drafted.clamp_min(0).unsqueeze(-1)).squeeze(-1), 0.0).double()
@@ -157,20 +163,18 @@ class Tracer:
     full_support: the request's temperature without top-k, top-p or penalties, as the perplexity ratio needs it.
     """
 
-    def __init__(self, sampling: Sampling, ngram: NgramSettings | None, max_draft_length: int) -> None:
+    def __init__(self, sampling: Sampling, max_draft_length: int, ngram: NgramSettings | None = None) -> None:
         self.full_support = Sampling(temperature=sampling.temperature)
         self.greedy = sampling.temperature == 0
-        self.ngram = ngram
+        self.ngram = ngram or NgramSettings()
         self.limit = max_draft_length
 
     def begin(self, texts: Texts, reference: Precision) -> Trace:
         """An empty trace of texts; raises ConfigurationError when a text has no token."""
         if not all(texts.outputs):
             raise ConfigurationError("a text of the workload has no tokens to trace")
-        trace = Trace(texts, reference, np.zeros((texts.tokens, 0)))
-        if self.ngram is not None:
-            trace.drafted, trace.chain = ngram_chains(texts, self.ngram, self.limit)
-        return trace
+        drafted, chain = ngram_chains(texts, self.ngram, self.limit)
+        return Trace(texts, reference, chain, drafted)
 
     def add(
         self,
@@ -183,6 +187,7 @@ class Tracer:
     ) -> None:
         """Runs target (and draft, at `taus`) along the texts. Calls `progress` after each text."""
         parts: dict[tuple[float, int], list[dict[str, Tensor]]] = {}
+        looked_up: list[dict[str, Tensor]] = []
         support = draft.support if isinstance(draft, FeatureDraft) else None
         plain: list[Tensor] = []
         first = 0
@@ -193,42 +198,34 @@ class Tracer:
                 text = torch.tensor(output[index * _CHUNK : index * _CHUNK + logits.shape[0]])
                 p = probabilities(logits, self.full_support).cpu()
                 plain.append(p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double().log())
-                if drafts is None:
-                    parts.setdefault((1.0, 0), []).append(self._looked_up(trace, p, text, first))
-                for depth, q_pieces in enumerate(drafts or []):
+                looked_up.append(self._looked_up(trace, p, text, first))
+                for depth, q_pieces in enumerate(drafts):
                     for tau, part in self._drawn(p, q_pieces[index], text, support, taus):
                         parts.setdefault((tau, depth), []).append(part)
                 first += logits.shape[0]
             progress()
         trace.plain[precision] = torch.cat(plain).numpy()
+        trace.lookup[precision] = _joined(GreedyLaw if self.greedy else OneHotLaw, looked_up)
         laws: dict[float, list[Law]] = {}
         for (tau, _), kept in sorted(parts.items()):
-            joined = {name: torch.cat([piece[name] for piece in kept]) for name in kept[0]}
-            laws.setdefault(tau, []).append(self._kind()(**joined))
-        for tau, by_depth in laws.items():
-            trace.laws[precision, tau], trace.deeper[precision, tau] = by_depth[0], tuple(by_depth[1:])
+            laws.setdefault(tau, []).append(_joined(GreedyLaw if self.greedy else BinnedLaw, kept))
+        trace.laws.update({(precision, tau): tuple(by_depth) for tau, by_depth in laws.items()})
 
     def _draft_logits(
         self, draft: Runner | FeatureDraft | None, prompt: list[int], output: list[int], features: Tensor | None
-    ) -> list[list[Tensor]] | None:
+    ) -> list[list[Tensor]]:
         """Logits of the draft by depth, in the pieces of `text_pass`; over its support if it has one."""
         if draft is None:
-            return None
+            return []
         if isinstance(draft, Runner):
             return [text_logits(draft, prompt, output)]
         assert features is not None
         return [list(law.split(_CHUNK)) for law in draft.along(prompt, output, features, self.limit)]
 
-    def _kind(self) -> type[Any]:
-        if self.greedy:
-            return GreedyLaw
-        return OneHotLaw if self.ngram is not None else BinnedLaw
-
     def _looked_up(self, trace: Trace, p: Tensor, text: Tensor, first: int) -> dict[str, Tensor]:
         """The law of prompt lookup."""
         place = slice(first, first + len(text))
         confidence = torch.from_numpy(trace.chain[place, 0].copy())
-        assert trace.drafted is not None
         return _one_hot(p, text, trace.drafted[place], self.greedy, confidence)
 
     def _drawn(

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lossyspec.errors import ConfigurationError
 
-from .laws import BinnedLaw, GreedyLaw, OneHotLaw
+from .laws import BinnedLaw, GreedyLaw, Law, OneHotLaw
 from .trace import Texts, Trace
 
+SCHEMA = "lossytune.trace/2"
 #: what a law keeps, by its class, in the order of its fields
 _KINDS: dict[str, type[Any]] = {"one_hot": OneHotLaw, "greedy": GreedyLaw, "binned": BinnedLaw}
 
@@ -26,16 +27,14 @@ def save_trace(path: Path, traces: dict[str, Trace]) -> None:
     index: dict[str, Any] = {}
     for half, trace in traces.items():
         tensors[f"{half}/chain"] = torch.from_numpy(trace.chain)
-        if trace.drafted is not None:
-            tensors[f"{half}/drafted"] = trace.drafted
+        tensors[f"{half}/drafted"] = trace.drafted
         for precision, values in trace.plain.items():
             tensors[f"{half}/plain/{precision}"] = torch.from_numpy(values)
-        for (precision, tau), first in trace.laws.items():
-            for depth, law in enumerate((first, *trace.deeper.get((precision, tau), ()))):
-                kind = next(name for name, cls in _KINDS.items() if isinstance(law, cls))
-                for name in law.__dataclass_fields__:  # type: ignore[attr-defined]
-                    if not name.startswith("_"):
-                        tensors[f"{half}/law/{kind}/{precision}/{tau}/{depth}/{name}"] = getattr(law, name).contiguous()
+        for precision, law in trace.lookup.items():
+            tensors |= _fields(f"{half}/lookup/{precision}", law)
+        for (precision, tau), by_depth in trace.laws.items():
+            for depth, law in enumerate(by_depth):
+                tensors |= _fields(f"{half}/law/{precision}/{tau}/{depth}", law)
         index[half] = {
             "reference": trace.reference,
             "prompts": trace.texts.prompts,
@@ -43,7 +42,7 @@ def save_trace(path: Path, traces: dict[str, Trace]) -> None:
             "limited": trace.texts.limited,
         }
     temporary = path.with_suffix(".partial")
-    save_file(tensors, temporary, metadata={"schema": "lossytune.trace/1", "index": json.dumps(index)})
+    save_file(tensors, temporary, metadata={"schema": SCHEMA, "index": json.dumps(index)})
     temporary.replace(path)
 
 
@@ -54,27 +53,36 @@ def load_trace(path: Path) -> dict[str, Trace]:
     try:
         with safe_open(path, framework="pt") as stored:
             metadata = stored.metadata() or {}
-            if metadata.get("schema") != "lossytune.trace/1":
-                raise ConfigurationError(f"{path}: schema is {metadata.get('schema')!r}; expected 'lossytune.trace/1'")
+            if metadata.get("schema") != SCHEMA:
+                raise ConfigurationError(f"{path}: schema is {metadata.get('schema')!r}; expected {SCHEMA!r}")
             tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigurationError(f"{path}: not a trace ({error})") from None
     traces: dict[str, Trace] = {}
     for half, note in json.loads(metadata["index"]).items():
         texts = Texts(note["prompts"], note["outputs"], note["limited"])
-        trace = Trace(texts, note["reference"], tensors[f"{half}/chain"].numpy(), drafted=tensors.get(f"{half}/drafted"))
-        fields: dict[tuple[str, str, float, int], dict[str, Tensor]] = {}
+        trace = Trace(texts, note["reference"], tensors[f"{half}/chain"].numpy(), tensors[f"{half}/drafted"])
+        laws: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for key, value in tensors.items():
             place = key.split("/")
             if place[0] == half and place[1] == "plain":
                 trace.plain[place[2]] = value.numpy()
-            elif place[0] == half and place[1] == "law":
-                fields.setdefault((place[2], place[3], float(place[4]), int(place[5])), {})[place[6]] = value
-        for (kind, precision, tau, depth), values in sorted(fields.items(), key=lambda item: item[0][3]):
-            law = _KINDS[kind](**values)
-            if depth == 0:
-                trace.laws[precision, tau] = law
+            elif place[0] == half and place[1] in ("law", "lookup"):
+                laws.setdefault(tuple(place[1:-1]), {})[place[-1]] = value
+        depths: dict[tuple[str, float], dict[int, Law]] = {}
+        for (what, precision, *rest), values in laws.items():
+            kind = rest.pop()
+            if what == "lookup":
+                trace.lookup[precision] = _KINDS[kind](**values)
             else:
-                trace.deeper[precision, tau] = (*trace.deeper.get((precision, tau), ()), law)
+                depths.setdefault((precision, float(rest[0])), {})[int(rest[1])] = _KINDS[kind](**values)
+        trace.laws = {key: tuple(by_depth[depth] for depth in sorted(by_depth)) for key, by_depth in depths.items()}
         traces[half] = trace
     return traces
+
+
+def _fields(place: str, law: Law) -> dict[str, Tensor]:
+    """A law's tensors under `place`/kind/field."""
+    kind = next(name for name, cls in _KINDS.items() if isinstance(law, cls))
+    kept = [name for name in law.__dataclass_fields__ if not name.startswith("_")]  # type: ignore[attr-defined]
+    return {f"{place}/{kind}/{name}": getattr(law, name).contiguous() for name in kept}

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
-from lossyspec.head_files import save_head
+from lossyspec.head_files import head_identity, load_head, save_head
 from lossyspec.loading import LoadedModel, load
 from lossyspec.records import write_text
 from lossyspec.settings import Model, validation_message
@@ -24,22 +24,25 @@ from lossyspec.versions import versions
 
 from ..progress import Reporter
 from .data import Shard, chat_frame, read_conversations, write_streams
-from .training import Recipe, Trainer, batches, frequent_tokens, overlap
+from .payoff import payoff
+from .training import Recipe, Trainer, batches, covered, frequent_tokens, overlap
 
 #: share of a budget that is spent on writing data
 _DATA_SHARE = 0.5
 _HELD_OUT = 1  # shards kept for evaluation
-_EVALUATE_EVERY = 200
+_EVALUATIONS, _EVALUATE_EVERY = 20, 200  # at least so many, at most so many steps apart
 _PATIENCE = 4  # evaluations without a rise that end the training
 
 
 class DistillConfig(Model):
-    """What a distillation was asked for. budget_s None: no limit. rows, length: streams of a shard."""
+    """What a distillation was asked for. budget_s None: no limit. rows, length: streams of a shard. start: a head to go on
+    from; its sizes and its token map hold then."""
 
     target: str = "embedded"
     data: Path | None = None
     tokens: int = Field(300_000, ge=1_000)
     budget_s: float | None = None
+    start: Path | None = None
     layers: int = Field(1, ge=1, le=8)
     width: int | None = Field(None, ge=32)
     vocab: int = Field(8192, ge=16)
@@ -197,6 +200,9 @@ class Distillation:
 
         config, text = self.config, self.loaded.model.config.get_text_config()
         path = self.folder / "token_map.safetensors"
+        if config.start is not None:
+            head = load_head(config.start, self.loaded)
+            return head, covered(shards, head.token_map, self.decoder.target.vocab_size)
         if not path.exists():
             ids, coverage = frequent_tokens(shards, config.vocab, self.decoder.target.vocab_size)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,11 +224,11 @@ class Distillation:
     ) -> list[dict[str, Any]]:
         history: list[dict[str, Any]] = []
         total, begun = trainer.recipe.steps, monotonic()
-        first = trainer.step
+        first, every = trainer.step, max(1, min(_EVALUATE_EVERY, total // _EVALUATIONS))
 
         def tick(step: int, loss: float) -> bool:
             bar.advance()
-            if step % _EVALUATE_EVERY == 0 or step == total:
+            if step % every == 0 or step == total:
                 found = test(1.0)
                 history.append({"step": step, "loss": loss, "overlap": [row["overlap"] for row in found]})
                 left = (monotonic() - begun) / (step - first) * (total - step)
@@ -233,9 +239,14 @@ class Distillation:
                 trainer.save(self.folder / "checkpoint")
             return not (self.stop() or self._spent(1.0) or _stalled(history))
 
+        before = begun - self.began  # of the budget, spent on data
+
+        def spent() -> float:
+            return (monotonic() - begun) / max(self.config.budget_s - before, 1.0) if self.config.budget_s else 0.0
+
         with self.reporter.steps(f"training for {total} steps", total - first) as bar:
             stream: Iterator[Shard] = batches(shards, trainer.recipe, trainer.step)
-            trainer.train(stream, total, tick)
+            trainer.train(stream, total, tick, spent)
         trainer.save(self.folder / "checkpoint")
         if self.stop():
             raise KeyboardInterrupt
@@ -250,6 +261,7 @@ class Distillation:
         history: list[dict[str, Any]],
         test: Callable[[float], list[dict[str, Any]]],
     ) -> Distilled:
+        overlaps = [row for temperature in (0.7, 1.0) for row in test(temperature)]
         card = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": self.loaded.identity,
@@ -259,7 +271,9 @@ class Distillation:
             "tokens": tokens,
             "token_map_coverage": coverage,
             "parameters": sum(part.numel() for part in head.parameters()),
-            "overlap": [row for temperature in (0.7, 1.0) for row in test(temperature)],
+            "started_from": head_identity(self.config.start) if self.config.start else None,
+            "overlap": overlaps,
+            "payoff": payoff(self.decoder.target, head, overlaps),
             "history": history,
             "versions": versions(),
         }

@@ -18,6 +18,9 @@ from lossyspec.records import write_text
 
 from .data import Shard
 
+#: tokens whose logits over the map are held at a time
+_PIECE = 512
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -36,11 +39,13 @@ class Recipe:
     seed: int = 0
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine to a twentieth."""
+def learning_rate(recipe: Recipe, step: int, spent: float = 0.0) -> float:
+    """Linear warm-up, then a cosine to a twentieth over the steps, or over the time where that runs out first.
+
+    spent: share of the time that training may take."""
     if step < recipe.warm_up:
         return recipe.rate * (step + 1) / recipe.warm_up
-    done = min(1.0, (step - recipe.warm_up) / max(1, recipe.steps - recipe.warm_up))
+    done = min(1.0, max((step - recipe.warm_up) / max(1, recipe.steps - recipe.warm_up), spent))
     return recipe.rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
@@ -66,6 +71,40 @@ def batches(shards: Sequence[Path], recipe: Recipe, start: int) -> Iterator[Shar
         passes += 1
 
 
+class _Divergence(torch.autograd.Function):
+    """KL of two softmaxes over the same output rows. Its gradient in the draft's logits is q - p, so it is taken in the
+    forward pass, a piece at a time: no (tokens, vocab) tensor is kept or read twice."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, bias: Tensor, known: Tensor, rows: Tensor, bf16: bool) -> Tensor:
+        total = torch.zeros((), device=own.device)
+        by_feature, by_bias = torch.empty_like(own), torch.zeros_like(bias)
+        count = len(own)
+        with torch.autocast(own.device.type, dtype=torch.bfloat16, enabled=bf16):
+            for first in range(0, count, _PIECE):
+                piece = slice(first, first + _PIECE)
+                wanted = F.linear(known[piece], rows).float().log_softmax(-1)
+                draft = (F.linear(own[piece], rows).float() + bias).log_softmax(-1)
+                p = wanted.exp()
+                total += torch.dot(p.flatten(), (wanted - draft).flatten())
+                slope = draft.exp_().sub_(p).div_(count)
+                by_feature[piece] = (slope @ rows).to(by_feature.dtype)
+                by_bias += slope.sum(0)
+        ctx.save_for_backward(by_feature, by_bias)
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        by_feature, by_bias = ctx.saved_tensors
+        return by_feature * gradients[0], by_bias * gradients[0], None, None, None
+
+
+def divergence(own: Tensor, bias: Tensor, known: Tensor, rows: Tensor, bf16: bool = False) -> Tensor:
+    """Mean KL(softmax(rows known) || softmax(rows own + bias)) in nats. own, known: (n, hidden). rows: (vocab, hidden)."""
+    result: Tensor = _Divergence.apply(own, bias, known, rows, bf16)  # type: ignore[no-untyped-call]
+    return result
+
+
 class Trainer:
     """One training run, resumable to the step."""
 
@@ -85,31 +124,34 @@ class Trainer:
     def loss(self, batch: Shard) -> Tensor:
         """Mean KL(p || q) in nats over the tokens of the map, weighted over depths; forced tokens are left out."""
         tokens = batch.tokens.to(self.device).long()
-        features = batch.features.to(self.device)
         embedded = F.embedding(tokens[:, 1:], self.embeddings)
-        kind = embedded.dtype
+        features = batch.features.to(self.device, embedded.dtype)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            outputs = self.head.unroll(embedded[:, :-1], features[:, :-2].to(kind), self.recipe.depths)
-            with torch.no_grad():
-                target = F.linear(features[:, 1:-1].to(kind), self.rows).float().log_softmax(-1)
-            wanted = ~batch.forced[:, 2:].to(self.device)
-            total, weight = torch.zeros((), device=self.device), 0.0
-            for depth, output in enumerate(outputs):
-                mask = wanted.clone()
-                mask[:, :depth] = False
-                draft = self.head.logits(output[mask], self.rows).float().log_softmax(-1)
-                law = target[mask]
-                share = self.recipe.decay**depth
-                total = total + share * (law.exp() * (law - draft)).sum(-1).mean()
-                weight += share
+            outputs = self.head.unroll(embedded[:, :-1], features[:, :-2], self.recipe.depths)
+        wanted = ~batch.forced[:, 2:].to(self.device)
+        known = features[:, 1:-1]
+        total, weight = torch.zeros((), device=self.device), 0.0
+        for depth, output in enumerate(outputs):
+            mask = wanted.clone()
+            mask[:, :depth] = False
+            share = self.recipe.decay**depth
+            total = total + share * divergence(output[mask], self.head.bias, known[mask], self.rows, self.bf16)
+            weight += share
         return total / weight
 
-    def train(self, stream: Iterator[Shard], until: int, tick: Callable[[int, float], bool]) -> None:
-        """Steps until `until`; `tick(step, loss)` is called after each, and ends the run when it returns False."""
+    def train(
+        self,
+        stream: Iterator[Shard],
+        until: int,
+        tick: Callable[[int, float], bool],
+        spent: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Steps until `until`; `tick(step, loss)` is called after each, and ends the run when it returns False.
+        spent(): share of the time that training may take."""
         self.head.train()
         while self.step < until:
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.recipe, self.step)
+                group["lr"] = learning_rate(self.recipe, self.step, spent())
             loss = self.loss(next(stream))
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -193,12 +235,23 @@ def overlap(
 
 def frequent_tokens(shards: Sequence[Path], size: int, vocab_size: int) -> tuple[Tensor, float]:
     """The `size` most frequent tokens of the data as rising ids, and the share of the data that they cover."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for path in shards:
-        shard = Shard.load(path)
-        counts += torch.bincount(shard.tokens[~shard.forced].long(), minlength=vocab_size)
+    counts = _counts(shards, vocab_size)
     best = counts.argsort(descending=True, stable=True)[: min(size, vocab_size)]
     return best.sort().values, float(counts[best].sum() / counts.sum())
 
 
-__all__ = ["Recipe", "Trainer", "batches", "frequent_tokens", "learning_rate", "overlap"]
+def covered(shards: Sequence[Path], token_map: Tensor, vocab_size: int) -> float:
+    """The share of the data that a token map covers."""
+    counts = _counts(shards, vocab_size)
+    return float(counts[token_map.cpu()].sum() / counts.sum())
+
+
+def _counts(shards: Sequence[Path], vocab_size: int) -> Tensor:
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for path in shards:
+        shard = Shard.load(path)
+        counts += torch.bincount(shard.tokens[~shard.forced].long(), minlength=vocab_size)
+    return counts
+
+
+__all__ = ["Recipe", "Trainer", "batches", "covered", "divergence", "frequent_tokens", "learning_rate", "overlap"]
