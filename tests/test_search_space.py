@@ -14,7 +14,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.settings import NgramSettings, Precision, Precisions, Settings
+from lossyspec.settings import SOURCES, NgramSettings, Precision, Precisions, Settings
 from lossyspec.tuner.config import make_config
 from lossyspec.tuner.search_space import SearchSpace, build_space
 from lossyspec.tuner.trace import TAUS
@@ -67,6 +67,8 @@ def params_of(space: SearchSpace, settings: Settings, batch: int) -> dict[str, A
         alpha=settings.alpha,
         tau=settings.tau,
         rule=settings.rule if settings.alpha > 0 else None,
+        source=settings.source,
+        min_match=settings.ngram.min_match if settings.source == "mixed" and settings.ngram else 2,
     )
 
 
@@ -137,6 +139,16 @@ def test_prompt_lookup_has_no_weights_and_no_temperature_a_model_has_both() -> N
     dense, _ = SPACES["dense"].settings(SPACES["dense"].params(draft_length=2, precision="bf16", batch_size=1))
     assert dense.precision == Precisions(target="bf16", draft="bf16")
     assert dense.ngram is None
+
+
+def test_with_a_draft_loaded_prompt_lookup_and_both_in_turn_are_choices_too() -> None:
+    space = SPACES["dense"]
+    sure: dict[str, Any] = {"draft_length": 3, "precision": "fp32", "batch_size": 1, "tau": 0.7}
+    found = {source: space.settings(space.params(**sure, source=source, min_match=3))[0] for source in SOURCES}
+    assert [found[source].source for source in SOURCES] == list(SOURCES)
+    assert [found[source].ngram for source in SOURCES] == [None, NgramSettings(), NgramSettings(min_match=3)]
+    assert [found[source].tau for source in SOURCES] == [0.7, 1.0, 0.7]  # prompt lookup does not sample
+    assert not {"source", "min_match"} & SPACES["ngram"].distributions.keys()
 
 
 def test_the_thetas_of_prompt_lookup_lie_between_its_confidences() -> None:
