@@ -60,34 +60,38 @@ def count_reads(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return widths
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3", "opt", "mistral"])
+@pytest.mark.parametrize(
+    ("architecture", "draft"),
+    [
+        ("llama", "ngram"), ("llama", "model"), ("llama", "head"), ("gpt2", "model"),
+        ("opt", "ngram"), ("qwen3", "head"), ("gemma3", "head"), ("mistral", "model"),
+    ],
+)  # fmt: skip
 def test_three_greedy_turns_are_those_of_the_whole_conversation(architecture: str, draft: str) -> None:
     decoder = make(draft, architecture)
     prompt = random_prompts(1, seed=5)[0]
     with decoder.session() as chat:
         for turn, question in enumerate(random_prompts(3, seed=6, longest=30)):
             prompt = prompt + question
-            answer = chat.generate_ids(prompt, 14 + turn, temperature=0.0)
-            assert answer[0].tokens == anew(decoder, prompt, 14 + turn, temperature=0.0)
+            answer = chat.generate_ids(prompt, 9 + turn, temperature=0.0)
+            assert answer[0].tokens == anew(decoder, prompt, 9 + turn, temperature=0.0)
             assert answer[0].prompt_tokens == len(prompt)
             prompt = prompt + answer[0].tokens
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("alpha", [0.0, 0.6])
-def test_a_turn_may_share_any_prefix_with_the_one_before(draft: str, alpha: float) -> None:
+def test_a_turn_may_share_any_prefix_with_the_one_before(draft: str) -> None:
     """Also with a rewritten beginning, with a prompt that is a part of the last one, and when sampled."""
-    decoder = make(draft, alpha=alpha)
+    decoder = make(draft, alpha=0.4)
     chat, generator = decoder.session(), torch.Generator().manual_seed(1)
     said = random_prompts(1, seed=8)[0]
-    for turn in range(12):
+    for turn in range(8):
         keep = int(torch.randint(0, len(said) + 1, (1,), generator=generator))
         fresh = torch.randint(3, VOCAB, (int(torch.randint(0, 4, (1,), generator=generator)),), generator=generator)
         prompt = (said[:keep] + fresh.tolist()) or [7]
         options: dict[str, Any] = {"seed": turn, "temperature": 0.0 if turn % 2 else 0.8}
-        got = chat.generate_ids(prompt, 10, **options)[0].tokens
-        assert got == anew(decoder, prompt, 10, **options)
+        got = chat.generate_ids(prompt, 7, **options)[0].tokens
+        assert got == anew(decoder, prompt, 7, **options)
         said = prompt + got
 
 
@@ -109,10 +113,10 @@ def test_a_turn_reads_only_what_is_new(draft: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_other_work_may_come_between_the_turns_and_between_the_pieces() -> None:
-    for draft in DRAFTS:
+    for draft in ("model", "head"):
         decoder = make(draft, template=FAITHFUL)
         one, other = decoder.session(), decoder.session()
-        streams = [one.stream("w1 w2", 12, temperature=0.0), other.stream("w30 w31 w32", 12, temperature=0.0)]
+        streams = [one.stream("w1 w2", 8, temperature=0.0), other.stream("w30 w31 w32", 8, temperature=0.0)]
         texts = ["", ""]
         while streams[0] is not None or streams[1] is not None:
             for place, stream in enumerate(streams):
@@ -121,10 +125,10 @@ def test_other_work_may_come_between_the_turns_and_between_the_pieces() -> None:
                 if piece is None:
                     streams[place] = None  # type: ignore[call-overload]
             decoder.generate("w50 w51", 3, temperature=0.0)
-        assert texts[0] == decoder.generate("w1 w2", 12, temperature=0.0)[0].text
-        assert texts[1] == decoder.generate("w30 w31 w32", 12, temperature=0.0)[0].text
+        assert texts[0] == decoder.generate("w1 w2", 8, temperature=0.0)[0].text
+        assert texts[1] == decoder.generate("w30 w31 w32", 8, temperature=0.0)[0].text
         talk = [*one.messages, {"role": "user", "content": "w3"}]
-        assert one.send("w3", 12, temperature=0.0)[0] == decoder.generate(talk, 12, temperature=0.0)[0]
+        assert one.send("w3", 8, temperature=0.0)[0] == decoder.generate(talk, 8, temperature=0.0)[0]
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -170,8 +174,8 @@ def test_a_turn_that_fails_does_not_spoil_the_next(draft: str) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         chat.generate_ids([*said, 8, 9], 30, temperature=0.0, processors=[breaks])
-    got = chat.generate_ids([*said, 8, 9, 10], 12, temperature=0.0)[0].tokens
-    assert got == anew(decoder, [*said, 8, 9, 10], 12, temperature=0.0)
+    got = chat.generate_ids([*said, 8, 9, 10], 8, temperature=0.0)[0].tokens
+    assert got == anew(decoder, [*said, 8, 9, 10], 8, temperature=0.0)
 
 
 def test_close_frees_the_cache_and_the_conversation_can_go_on() -> None:
