@@ -20,6 +20,7 @@ from .profile import Here, Match, ModelIdentity, Profile, choose, compare, devic
 from .prompts import Prompt, as_list, prompt_ids
 from .runner import Runner
 from .sampling import Processor
+from .session import Session
 from .settings import Sampling, Settings, make_sampling
 from .stats import Stats
 from .stopping import Stopping, final_text, stable_text
@@ -156,15 +157,17 @@ class Decoder:
             logger.warning("profile %s is %s here: %s", profile.id, match.level, "; ".join(match.reasons))
         return cls(target, draft, profile.settings, profile.sampling, match)
 
-    def _job(
+    def make_job(
         self,
         max_new_tokens: int,
-        seed: int | None,
-        stop: Sequence[str],
-        processors: Sequence[Processor],
-        settings: Settings | None,
-        sampling: dict[str, Any],
+        *,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        processors: Sequence[Processor] = (),
+        settings: Settings | None = None,
+        **sampling: Any,
     ) -> Job:
+        """All that a run needs besides the prompts. Raises ConfigurationError for a wrong value."""
         generator = torch.Generator(device=self.target.device)
         if seed is None:
             generator.seed()
@@ -224,13 +227,21 @@ class Decoder:
         """As `generate`, for prompts that are token ids already."""
         if not prompts:
             return Generation([])
-        self._check(prompts)
-        job = self._job(max_new_tokens, seed, stop, processors, settings, sampling)
+        self.check_prompts(prompts)
+        job = self.make_job(max_new_tokens, seed=seed, stop=stop, processors=processors, settings=settings, **sampling)
         stats = Stats()
         *_, rows = decode(self.target, self.draft, prompts, job, stats)
+        return self.generation(rows, job, stats)
+
+    def generation(self, rows: list[Row], job: Job, stats: Stats) -> Generation:
+        """What a finished run answered."""
         return Generation([self._completion(row, job.stopping) for row in rows], stats)
 
-    def _check(self, prompts: list[list[int]]) -> None:
+    def session(self, messages: Sequence[dict[str, str]] = ()) -> Session:
+        """A conversation that keeps the caches between its turns. messages: what it begins with, as a system prompt."""
+        return Session(self, messages)
+
+    def check_prompts(self, prompts: list[list[int]]) -> None:
         """Raises ConfigurationError for a prompt without tokens or with an id that the models do not share."""
         size = self.target.vocab_size
         for index, prompt in enumerate(prompts):
@@ -256,12 +267,16 @@ class Decoder:
         **sampling: Any,
     ) -> Iterator[Piece]:
         """Answers one prompt piece by piece; the last piece carries the finish reason and the statistics."""
-        job = self._job(max_new_tokens, seed, stop, processors, settings, sampling)
-        stats, sent = Stats(), 0
+        job = self.make_job(max_new_tokens, seed=seed, stop=stop, processors=processors, settings=settings, **sampling)
+        stats = Stats()
         prompts = [prompt_ids(self.tokenizer, prompt)]
-        self._check(prompts)
-        for rows in decode(self.target, self.draft, prompts, job, stats):
-            row = rows[0]
+        self.check_prompts(prompts)
+        yield from self.pieces(decode(self.target, self.draft, prompts, job, stats), job, stats)
+
+    def pieces(self, rounds: Iterator[list[Row]], job: Job, stats: Stats) -> Iterator[Piece]:
+        """The text of a run of one row, as it grows."""
+        sent = 0
+        for (row,) in rounds:
             show = stable_text if row.finish_reason is None else final_text
             text = show(row.output, job.stopping, self.tokenizer)
             piece, sent = text[sent:], max(sent, len(text))

@@ -48,20 +48,27 @@ class Job:
 
 
 @torch.inference_mode()
-def decode(target: Runner, draft: Draft | None, prompts: list[list[int]], job: Job, stats: Stats) -> Iterator[list[Row]]:
+def decode(
+    target: Runner, draft: Draft | None, prompts: list[list[int]], job: Job, stats: Stats, kept: int = 0
+) -> Iterator[list[Row]]:
     """Decodes a ragged batch; yields the rows after each round (the same objects, grown). Fills `stats` as it goes.
 
-    prompts: token ids, each at least one token. Raises ConfigurationError when a text does not fit the target's positions.
+    prompts: token ids, each at least one token. kept: the first tokens of the only prompt that target and draft still hold
+    from their last text (a session). Raises ConfigurationError when a text does not fit the target's positions.
     """
     everything = [Row(index, list(prompt)) for index, prompt in enumerate(prompts)]
     longest = max(map(len, prompts)) + job.stopping.max_new_tokens
     target.check_room(longest)
     stats.rows += len(prompts)
     began = perf_counter()
-    target.start(prompts, longest + MAX_DRAFT_LENGTH + 1)
+    capacity = longest + MAX_DRAFT_LENGTH + 1
+    for part in (target, draft):
+        if part is not None and kept:
+            part.resume(prompts[0], kept, capacity)
+        elif part is not None:
+            part.start(prompts, capacity)
     if draft is not None:
-        draft.start(prompts, longest + MAX_DRAFT_LENGTH + 1)
-        draft.observe(target.features, [0] * len(prompts))
+        draft.observe(target.features, [kept] * len(prompts))
     stats.prefill_s += perf_counter() - began
     rows = everything
     while rows:

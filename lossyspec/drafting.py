@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -75,6 +75,12 @@ class Draft(Protocol):
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """A new batch of rows."""
 
+    def fork(self) -> Draft:
+        """The same draft with rows of its own."""
+
+    def resume(self, prompt: list[int], kept: int, capacity: int) -> None:
+        """Goes on with the one row: the target has kept the prompt's first `kept` tokens, at least one, from before."""
+
     def propose(self, request: Request) -> Proposal:
         """Drafts at most `limits[i]` tokens for row i; stops a row before a position whose confidence is under theta."""
 
@@ -83,6 +89,14 @@ class Draft(Protocol):
 
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """The target's final hidden states (batch, n, hidden) of the tokens that it has just read, from slot starts[i]."""
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two sequences have in common."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(place for place in range(most) if one[place] != other[place])
 
 
 def find_match(tokens: Sequence[int], settings: NgramSettings) -> tuple[int, int]:
@@ -123,21 +137,32 @@ def ngram_chain(tokens: Sequence[int], settings: NgramSettings, limit: int) -> l
     return chain
 
 
-class NgramDraft:
-    """Prompt lookup over prompt and output (A. Saxena 2023; Yang et al., arXiv 2304.04487). No weights, one-hot q."""
-
-    def __init__(self, settings: NgramSettings | None = None, device: torch.device | None = None) -> None:
-        self.settings = settings or NgramSettings()
-        self.device = device or torch.device("cpu")
+class StatelessDraft:
+    """Base of drafts that keep nothing about their rows: the prefixes come with each request."""
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
-        """Nothing to prepare: the prefixes come with each request."""
+        """Nothing to prepare."""
+
+    def fork(self) -> Self:
+        """Itself."""
+        return self
+
+    def resume(self, prompt: list[int], kept: int, capacity: int) -> None:
+        """Nothing to prepare."""
 
     def select(self, rows: list[int]) -> None:
         """No state of rows."""
 
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at tokens only."""
+
+
+class NgramDraft(StatelessDraft):
+    """Prompt lookup over prompt and output (A. Saxena 2023; Yang et al., arXiv 2304.04487). No weights, one-hot q."""
+
+    def __init__(self, settings: NgramSettings | None = None, device: torch.device | None = None) -> None:
+        self.settings = settings or NgramSettings()
+        self.device = device or torch.device("cpu")
 
     def propose(self, request: Request) -> Proposal:
         """Drafts while a match is found and its confidence is at least theta."""
@@ -209,6 +234,16 @@ class ModelDraft:
         self.runner.start(prompts, capacity)
         self._read = [list(prompt[:-1]) for prompt in prompts]
 
+    def fork(self) -> ModelDraft:
+        """The same model with a cache of its own."""
+        return ModelDraft(self.runner.fork(), self.vocab_size)
+
+    def resume(self, prompt: list[int], kept: int, capacity: int) -> None:
+        """Reads what its own cache does not hold of the prompt; that need not be what the target lacks."""
+        self.runner.check_room(capacity - MAX_DRAFT_LENGTH - 1)
+        self.runner.resume(prompt, shared_length(self._read[0], prompt[:-1]), capacity)
+        self._read = [list(prompt[:-1])]
+
     def select(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""
         self.runner.select(rows)
@@ -219,11 +254,7 @@ class ModelDraft:
 
     def _unread(self, row: int, prefix: Sequence[int]) -> int:
         """How many of the row's last tokens have to be read; at least the last one."""
-        read = self._read[row]
-        known = min(len(read), len(prefix) - 1)
-        if read[:known] != list(prefix[:known]):
-            known = next(place for place in range(known) if read[place] != prefix[place])
-        return len(prefix) - known
+        return len(prefix) - shared_length(self._read[row], list(prefix[:-1]))
 
     def _logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
         logits = self.runner.logits(tokens, starts)[:, -1:, : self.vocab_size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ class FeatureDraft:
         self._cache = RowCache(self.head.shape.layers, capacity)
         self._features = self.embeddings.new_zeros(len(prompts), capacity, self.head.shape.hidden)
         self._known = [0] * len(prompts)
+
+    def fork(self) -> FeatureDraft:
+        """The same head with entries of its own."""
+        other = copy.copy(self)
+        other.start([], 0)
+        return other
+
+    def resume(self, prompt: list[int], kept: int, capacity: int) -> None:
+        """Keeps the entries whose token and feature are among the first `kept`: entry i holds token i + 1."""
+        self._cache.grow(capacity)
+        more = max(capacity - self._features.shape[1], 0)
+        self._features = F.pad(self._features, (0, 0, 0, more))
+        self._known = [min(self._known[0], kept - 1)]
 
     def select(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""

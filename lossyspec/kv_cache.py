@@ -89,6 +89,18 @@ class RowCache(Cache):
         self.slots = first[:, None] + torch.arange(count, device=device)
         self.row_index = torch.arange(len(starts), device=device)[:, None]
 
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` slots a row, with what is stored kept; never shrinks."""
+        more = capacity - self.capacity
+        if more <= 0:
+            return
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = (
+                    torch.nn.functional.pad(part, (0, 0, 0, more)) for part in (layer.keys, layer.values)
+                )
+        self.capacity = capacity
+
     def select(self, rows: list[int]) -> None:
         """Keeps these rows, in this order."""
         for layer in self.layers:

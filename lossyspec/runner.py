@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -32,9 +33,19 @@ class Runner:
         self.position_limit: int | None = getattr(self.config, "max_position_embeddings", None)
         self._additive = self.config._attn_implementation not in ("sdpa",)
         self.cache = RowCache(len(self.layer_types), 0)
-        #: (batch, n, hidden) what the output layer read in the last pass; kept on demand, see `keep_features`
-        self.features: Tensor | None = None
         self._keeps_features = False
+        self._tap: list[Tensor | None] = [None]  # shared with forks: the model has one hook, whoever runs it
+
+    @property
+    def features(self) -> Tensor | None:
+        """(batch, n, hidden) what the output layer read in the last pass; kept on demand, see `keep_features`."""
+        return self._tap[0]
+
+    def fork(self) -> Runner:
+        """The same model with a cache of its own, so that two texts can go on in turns."""
+        other = copy.copy(self)
+        other.cache = RowCache(len(self.layer_types), 0)
+        return other
 
     def keep_features(self) -> None:
         """From now on `features` holds the final hidden states of the tokens read last (all of them after `start`)."""
@@ -43,22 +54,33 @@ class Runner:
             self._keeps_features = True
 
     def _store_features(self, module: Any, inputs: tuple[Tensor, ...]) -> None:
-        self.features = inputs[0]
+        self._tap[0] = inputs[0]
 
     @torch.inference_mode()
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """A new batch: allocates `capacity` slots a row and reads all but the last token of each prompt."""
         self.cache = RowCache(len(self.layer_types), capacity)
+        self._read(prompts, 0)
+
+    @torch.inference_mode()
+    def resume(self, prompt: list[int], kept: int, capacity: int) -> None:
+        """Goes on with the one row of the cache: its first `kept` tokens are the prompt's own, the rest of the prompt but
+        its last token is read. The cache grows to `capacity` slots; `features` then begin at token `kept`."""
+        self.cache.grow(capacity)
+        self._read([prompt], kept)
+
+    def _read(self, prompts: list[list[int]], kept: int) -> None:
+        """Reads all but the last token of each prompt, from token `kept` on."""
         longest = max(len(prompt) for prompt in prompts) - 1
         pieces: list[Tensor] = []
-        for first in range(0, longest, PREFILL_CHUNK):
+        for first in range(kept, longest, PREFILL_CHUNK):
             piece = [prompt[:-1][first : first + PREFILL_CHUNK] for prompt in prompts]
             width = max(len(part) for part in piece)
             padded = [part + [prompt[0]] * (width - len(part)) for part, prompt in zip(piece, prompts, strict=True)]
             output = self._run(self.model.base_model, torch.tensor(padded, device=self.device), [first] * len(prompts))
             if self._keeps_features:
                 pieces.append(output.last_hidden_state)
-        self.features = torch.cat(pieces, 1) if pieces else None
+        self._tap[0] = torch.cat(pieces, 1) if pieces else None
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:

@@ -14,6 +14,7 @@ from .cli_common import INTERRUPTED, Group
 from .cli_decode import detect, generate
 from .cli_distill import distill
 from .cli_files import profiles, report, show
+from .cli_quality import quality
 from .cli_search import search
 
 
@@ -27,7 +28,7 @@ def app() -> None:
     """
 
 
-for command in (search, distill, detect, generate, show, report, profiles):
+for command in (search, distill, detect, generate, quality, show, report, profiles):
     app.add_command(command)
 
 

@@ -106,7 +106,7 @@ def _check_messages(value: Any, place: str) -> Messages:
     return [{"role": part["role"], "content": part["content"]} for part in value]
 
 
-def _item(row: Any, index: int, place: str) -> Item:
+def item_of(row: Any, index: int, place: str) -> Item:
     """An Item from a row with `messages` or `prompt`, and maybe `reference` and `id`."""
     if not isinstance(row, dict):
         raise ConfigurationError(f"{place}: expected a JSON object, found {type(row).__name__}")
@@ -122,7 +122,8 @@ def _item(row: Any, index: int, place: str) -> Item:
     return Item(str(row.get("id", index)), messages, reference or None)
 
 
-def _jsonl(text: str, name: str) -> Iterator[Item]:
+def json_rows(text: str, name: str) -> Iterator[tuple[int, str, Any]]:
+    """(line number, place as errors name it, value) of each line of JSONL that is not empty."""
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 inside a text
         if not line.strip():
             continue
@@ -131,7 +132,12 @@ def _jsonl(text: str, name: str) -> Iterator[Item]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigurationError(f"{place}: not JSON ({error})") from None
-        yield _item(row, number, place)
+        yield number, place, row
+
+
+def _jsonl(text: str, name: str) -> Iterator[Item]:
+    for number, place, row in json_rows(text, name):
+        yield item_of(row, number, place)
 
 
 def _bundled(task: Task) -> list[Item]:
@@ -139,14 +145,19 @@ def _bundled(task: Task) -> list[Item]:
     return [item for name in task.files for item in _jsonl((folder / name).read_text(encoding="utf-8"), name)]
 
 
-def read_prompts(path: Path) -> list[Item]:
-    """The rows of a JSONL file. Raises ConfigurationError naming the file, the line and what is wrong."""
+def read_text(path: Path) -> str:
+    """A file of prompts. Raises ConfigurationError naming the file and what is wrong."""
     try:
-        return list(_jsonl(path.read_text(encoding="utf-8-sig"), str(path)))
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigurationError(f"prompts {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"prompts {path}: cannot be read ({error})") from None
+
+
+def read_prompts(path: Path) -> list[Item]:
+    """The rows of a JSONL file. Raises ConfigurationError naming the file, the line and what is wrong."""
+    return list(_jsonl(read_text(path), str(path)))
 
 
 def _from_dataset(name: str, limit: int) -> list[Item]:
@@ -173,7 +184,7 @@ def _from_dataset(name: str, limit: int) -> list[Item]:
     columns = rows.column_names
     if "messages" in columns:
         return [
-            _item(dict(row), index, f"{name}, row {index}")
+            item_of(dict(row), index, f"{name}, row {index}")
             for index, row in enumerate(rows.select(range(min(limit, len(rows)))))
         ]
     prompt = next((column for column in _PROMPT_COLUMNS if column in columns), None)

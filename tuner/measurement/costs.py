@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lossyspec.decoding import Job, decode
-from lossyspec.drafting import Draft, NgramDraft, Proposal, Request
+from lossyspec.drafting import Draft, NgramDraft, Proposal, Request, StatelessDraft
 from lossyspec.errors import ConfigurationError
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.records import write_text
@@ -32,7 +32,7 @@ _REPEATS = 7
 _JUDGE_REPEATS = 5
 
 
-class _Scripted:
+class _Scripted(StatelessDraft):
     """A draft that proposes a given number of random tokens in each round: it makes the loop pay for any length."""
 
     def __init__(self, lengths: list[int], vocab_size: int, device: torch.device) -> None:
@@ -43,12 +43,6 @@ class _Scripted:
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         self.round = 0
-
-    def select(self, rows: list[int]) -> None:
-        pass
-
-    def observe(self, features: torch.Tensor | None, starts: list[int]) -> None:
-        pass
 
     def propose(self, request: Request) -> Proposal:
         length = self.lengths[self.round]

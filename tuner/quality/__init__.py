@@ -1,0 +1,1 @@
+"""Task metrics: the last gate before a lossy profile is served."""
