@@ -89,7 +89,7 @@ class Decoder:
             size = min(size, max(self.tokenizer.get_vocab().values()) + 1)
         if isinstance(draft, LoadedModel):
             size = shared_vocab_size(target.model, target.tokenizer, draft.tokenizer)
-        self.target = Runner(target.model, "target", size)
+        self.target = Runner(target.model, "target", size, target.stack)
         self.draft: Draft = make_draft(draft, self.target, size)
         eos = target.model.generation_config.eos_token_id
         ids = eos if isinstance(eos, list) else [eos]

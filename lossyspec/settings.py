@@ -9,11 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .errors import ConfigurationError, nearest
 
 Rule = Literal["exact", "mixture", "optimal", "priced", "lenience", "typical", "fuzzy"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Source = Literal["draft", "ngram", "mixed"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+#: precisions of the weights alone, whose products are bf16
+QUANTISED: tuple[Precision, ...] = ("int8", "int4")
 SOURCES: tuple[Source, ...] = get_args(Source)
 #: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
 PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")

@@ -120,6 +120,7 @@ class LawRunner:
     """A model that answers every position with the same law: p is known exactly and a round costs microseconds."""
 
     device = torch.device("cpu")
+    vocab_size = 0
     features = None
 
     def __init__(self, law: Sequence[float]) -> None:

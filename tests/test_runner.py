@@ -86,14 +86,14 @@ def test_prompts_in_pieces_equal_one_piece(architecture: str, chunk: int, monkey
     whole.start(prompts, 40)
     expected = whole.logits(last, starts)
     widths: list[int] = []
-    run_model = Runner._run
+    place = Runner._place
 
-    def spy(self: Runner, module: Any, tokens: Tensor, starts: list[int]) -> Any:
+    def spy(self: Runner, tokens: Tensor, starts: list[int]) -> Any:
         widths.append(tokens.shape[1])
-        return run_model(self, module, tokens, starts)
+        return place(self, tokens, starts)
 
     monkeypatch.setattr(runner_module, "PREFILL_CHUNK", chunk)
-    monkeypatch.setattr(Runner, "_run", spy)
+    monkeypatch.setattr(Runner, "_place", spy)
     pieces = Runner(model)
     pieces.start(prompts, 40)
     assert sum(widths) == 24
@@ -221,9 +221,6 @@ def test_features_are_the_hidden_states_behind_the_logits() -> None:
     model = lively_model("llama")
     runner = Runner(model)
     prompts = [[5, 6, 7, 8], [9, 10]]
-    runner.start(prompts, 16)
-    assert runner.features is None  # kept on demand only
-    runner.keep_features()
     runner.start(prompts, 16)
     assert runner.features is not None
     assert runner.features.shape == (2, 3, 32)

@@ -644,7 +644,6 @@ def head(pair: Pair) -> Head:
     torch.manual_seed(3)
     network = FeatureHead(HeadShape(32, 32, 4, 2, 64, 1, 20), torch.randperm(VOCAB)[:20].sort().values).eval()
     target = Runner(copy.deepcopy(pair.target.model))
-    target.keep_features()
     draft = FeatureDraft(network, target.model, VOCAB)
     return Head(target, draft, Replay(head_trace(target, draft, pair.cut, 1.0)))
 

@@ -11,14 +11,17 @@ import torch
 from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import Draft
 from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, load_draft, names_head
-from lossyspec.loading import LoadedModel, load
+from lossyspec.loading import DTYPES, LoadedModel, load
 from lossyspec.profile import Here
 from lossyspec.records import BlockRecord
 from lossyspec.runner import Runner
-from lossyspec.settings import Precision, Sampling, Settings
+from lossyspec.settings import QUANTISED, Precision, Sampling, Settings
 
 from .config import SearchConfig
 from .trace import HEAD_TAUS, TAUS
+
+#: bytes of a weight; an int4 group of 32 has 4 bytes of scales
+_WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.625}
 
 
 class ModelPool:
@@ -55,16 +58,17 @@ class ModelPool:
 
     def memory_bytes(self, settings: Settings, batch: int, context: int) -> int:
         """Weights at the settings' precisions and the keys and values of a batch at a context; an estimate."""
-        bytes_of = {"fp32": 4, "bf16": 2, "fp16": 2}
-        total = 0
+        total = 0.0
         for model, precision in ((self.target, settings.precision.target), (self.draft, settings.precision.draft)):
             if model is None:
                 continue
-            network = model.head if isinstance(model, LoadedHead) else model.model
-            cached = 0 if isinstance(model, LoadedHead) else batch * context * _kv_numbers(model.model)
-            size = bytes_of[precision or settings.precision.target]
-            total += size * (sum(part.numel() for part in network.parameters()) + cached)
-        return total
+            own = precision or settings.precision.target
+            if isinstance(model, LoadedHead):  # in the format of the target's activations
+                total += DTYPES[own].itemsize * sum(part.numel() for part in model.head.parameters())
+            else:
+                total += _WEIGHT_BYTES[own] * model.weights
+                total += DTYPES[own].itemsize * batch * context * _kv_numbers(model.model)
+        return round(total)
 
     def run_settings(
         self, settings: Settings, sampling: Sampling, max_new_tokens: int
@@ -103,7 +107,8 @@ class ModelPool:
         self, precision: Precision, sampling: Sampling, max_new_tokens: int
     ) -> Callable[[list[list[int]], int], BlockRecord]:
         """The outside reference: transformers' own `generate` with the same model, prompts and sampling."""
-        decoder = self.decoder(precision)
+        # a quantised model has no forward of its own: transformers then runs the widest format
+        decoder = self.decoder(precision if precision not in QUANTISED else "fp32")
         model, device = decoder.target.model, decoder.target.device
         pad = next(iter(decoder.eos_ids), 0)
         options: dict[str, Any] = {

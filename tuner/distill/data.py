@@ -115,7 +115,6 @@ def write_streams(
     """One shard of `rows` streams of `length` tokens after the opening, each at its own temperature."""
     generator = torch.Generator(device=target.device)
     generator.manual_seed(seed)
-    target.keep_features()
     opening = [frame.opening] * rows
     target.start(opening, len(frame.opening) + length + 1)
     spread = torch.rand(rows, 1, generator=generator, device=target.device)
@@ -141,7 +140,6 @@ def read_conversations(
     target: Runner, tokenizer: Any, conversations: Sequence[list[dict[str, str]]], length: int
 ) -> Iterator[Shard]:
     """The user's own traffic: each conversation read by the target, one shard each, cut at `length` tokens."""
-    target.keep_features()
     for messages in conversations:
         text = tokenizer.apply_chat_template(messages, tokenize=False) if tokenizer.chat_template else None
         ids = (

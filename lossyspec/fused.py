@@ -1,0 +1,270 @@
+"""The decoder stack of the Llama family in few, large operations: one product for q, k and v, one for gate and up.
+
+Llama, Qwen 2 and 3, Mistral, Gemma 3, SmolLM and what else is built alike, recognised by structure and by comparing its
+logits with those of transformers' own forward; everything else runs as transformers runs it. The weights stay the model's
+own: fused matrices are one block of memory that the model's separate ones are views of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .kv_cache import RowCache, layer_types
+
+#: on the CPU, passes of at most this many tokens a row attend by two plain products; longer ones by the fused kernel
+_SHORT = 32
+_LAYER_NORMS = (
+    {"input_layernorm", "post_attention_layernorm"},
+    {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"},
+)
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+Linear = Callable[[Tensor], Tensor]
+Norm = Callable[[Tensor], Tensor]
+
+
+class _Unlike(Exception):
+    """The model is built in another way."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """x -> x W^T + b."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (.., in) -> (.., out)."""
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class RootMeanSquare:
+    """RMS norm with its weights as they multiply."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (.., width)."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One decoder layer. after_attention, after_mlp: norms of what is added to the stream (Gemma), None: none.
+
+    head_weights: (heads + kv_heads, size) of the norms of q and k, None where they are not normed.
+    """
+
+    before_attention: Norm
+    qkv: Linear
+    head_weights: Tensor | None
+    out: Linear
+    after_attention: Norm | None
+    before_mlp: Norm
+    gate_up: Linear
+    activation: Callable[[Tensor], Tensor]
+    down: Linear
+    after_mlp: Norm | None
+
+
+class FusedStack:
+    """Embedding, layers, final norm and output rows of one model, over a RowCache."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises ValueError for a model that is not built like the family."""
+        stack, text = model.base_model, model.config.get_text_config()
+        if set(dict(stack.named_children())) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            raise _Unlike(f"its parts are {', '.join(dict(stack.named_children()))}")
+        self.model = model
+        self.kinds = layer_types(model.config)
+        first = stack.layers[0].self_attn
+        self.heads = text.num_attention_heads
+        self.kv_heads = getattr(text, "num_key_value_heads", None) or self.heads
+        self.size = getattr(first, "head_dim", None) or text.hidden_size // self.heads
+        self.scale = float(first.scaling)
+        self.head_epsilon = _epsilon(first.q_norm) if hasattr(first, "q_norm") else 0.0
+        self.layers = [self._layer(layer) for layer in stack.layers]
+        self.norm = _norm(stack.norm)
+        #: the model's own module, so that hooks on it act here too
+        self.head: Linear = model.get_output_embeddings()
+        self._by_kind = any(name == "layer_type" for name in _parameters(stack.rotary_emb.forward))
+
+    def _layer(self, layer: Any) -> FusedLayer:
+        children = set(dict(layer.named_children()))
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = children - {"self_attn", "mlp"}
+        own = set(dict(attention.named_children()))
+        if norms not in _LAYER_NORMS or own not in (_ATTENTION, _ATTENTION | {"q_norm", "k_norm"}):
+            raise _Unlike(f"a layer has {', '.join(sorted(children | own))}")
+        if set(dict(mlp.named_children())) != _MLP or float(attention.scaling) != self.scale:
+            raise _Unlike("its MLP or its attention is another one")
+        gemma = "pre_feedforward_layernorm" in norms
+        weights = None
+        if "q_norm" in own:
+            q, k = _weight(attention.q_norm), _weight(attention.k_norm)
+            weights = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
+        after = _norm(layer.post_attention_layernorm)
+        return FusedLayer(
+            _norm(layer.input_layernorm),
+            dense([attention.q_proj, attention.k_proj, attention.v_proj]),
+            weights,
+            dense([attention.o_proj]),
+            after if gemma else None,
+            _norm(layer.pre_feedforward_layernorm) if gemma else after,
+            dense([mlp.gate_proj, mlp.up_proj]),
+            mlp.act_fn,
+            dense([mlp.down_proj]),
+            _norm(layer.post_feedforward_layernorm) if gemma else None,
+        )
+
+    def hidden(self, tokens: Tensor, positions: Tensor, mask: Any, cache: RowCache) -> Tensor:
+        """Final hidden states (batch, n, hidden) of tokens (batch, n), whose keys and values go where `cache` was told.
+
+        mask: (batch, 1, n, extent) of booleans, or by layer type; None: everything is visible.
+        """
+        x = self.model.base_model.embed_tokens(tokens)
+        batch, count = tokens.shape
+        tables = {kind: self._rotary(x, positions, kind) for kind in set(self.kinds)}
+        both, half = self.heads + self.kv_heads, self.size // 2
+        for index, layer in enumerate(self.layers):
+            cos, sin = tables[self.kinds[index]]
+            qkv = layer.qkv(layer.before_attention(x)).view(batch, count, both + self.kv_heads, self.size)
+            qk, v = qkv[:, :, :both], qkv[:, :, both:]
+            if layer.head_weights is not None:
+                qk = F.rms_norm(qk, (self.size,), eps=self.head_epsilon) * layer.head_weights
+            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
+            keys, values = cache.update(qk[:, :, self.heads :].transpose(1, 2), v.transpose(1, 2), index)
+            seen = mask[self.kinds[index]] if isinstance(mask, dict) else mask
+            added = layer.out(attend(qk[:, :, : self.heads], keys, values, seen))
+            x = x + (added if layer.after_attention is None else layer.after_attention(added))
+            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
+            added = layer.down(layer.activation(gate) * up)
+            x = x + (added if layer.after_mlp is None else layer.after_mlp(added))
+        return self.norm(x)
+
+    def _rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """cos and signed sin for all heads of q and k, (batch, n, heads + kv_heads, size); the attention scale is in q's."""
+        rotary = self.model.base_model.rotary_emb
+        cos, sin = rotary(x, positions, kind) if self._by_kind else rotary(x, positions)
+        first, second = sin.chunk(2, dim=-1)
+        scale = x.new_ones(self.heads + self.kv_heads, 1)
+        scale[: self.heads] = self.scale
+        return cos.unsqueeze(2) * scale, torch.cat([-first, second], -1).unsqueeze(2) * scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(.., V) of hidden states."""
+        return self.head(hidden)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of scaled q (batch, n, heads, size) over keys and values (batch, kv_heads, T, size): (batch, n, heads size).
+
+    Grouped heads share their keys without copies of them."""
+    batch, count, heads, size = q.shape
+    if q.device.type != "cpu" or count > _SHORT:
+        queries = q.transpose(1, 2)
+        result = F.scaled_dot_product_attention(queries, keys, values, mask, scale=1.0, enable_gqa=heads != keys.shape[1])
+        return result.transpose(1, 2).reshape(batch, count, heads * size)
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    queries = (
+        q.view(batch, count, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * count, size)
+    )
+    scores = queries @ keys.transpose(-1, -2)
+    if mask is not None:
+        scores = scores.view(batch, kv_heads, group, count, -1).masked_fill(~mask.unsqueeze(2), -torch.inf).view_as(scores)
+    attended = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
+    return attended.view(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
+
+
+def fuse(model: Any) -> FusedStack | None:
+    """The fused stack of a model, None when it is not built like the family or gives other logits."""
+    try:
+        stack = FusedStack(model)
+        return stack if _agrees(model, stack) else None
+    except (_Unlike, AttributeError, TypeError, RuntimeError, ValueError):
+        return None
+
+
+@torch.inference_mode()
+def _agrees(model: Any, stack: FusedStack) -> bool:
+    """Whether a short text has the same logits as by the model's own forward."""
+    vocab = model.config.get_text_config().vocab_size
+    tokens = torch.tensor([[token % vocab for token in (5, 17, 3, 11, 7, 13, 2, 19)]], device=model.device)
+    positions = torch.arange(tokens.shape[1], device=model.device)[None]
+    cache = RowCache(len(stack.layers), tokens.shape[1])
+    cache.place([0], tokens.shape[1], model.device)
+    got = stack.logits(stack.hidden(tokens, positions, (positions[:, None] <= positions[..., None])[:, None], cache)).float()
+    want = model(input_ids=tokens, use_cache=False).logits.float()
+    tolerance = 2e-3 if model.dtype == torch.float32 else 0.25
+    return bool((got - want).abs().max() <= tolerance * want.std().clamp_min(1e-6))
+
+
+def dense(modules: Sequence[Any]) -> Dense:
+    """Linear modules of the same input as one; their weights become views of its weight."""
+    if not all(type(module) is torch.nn.Linear for module in modules):
+        raise _Unlike("a projection is not a plain linear layer")
+    biases = [module.bias for module in modules if module.bias is not None]
+    if biases and len(biases) < len(modules):
+        raise _Unlike("only some of the projections have a bias")
+    return Dense(_together([module.weight for module in modules]), _together(biases) if biases else None)
+
+
+def _together(parts: Sequence[Any]) -> Tensor:
+    """Parameters below one another as one tensor of the same memory; moved there unless they already are."""
+    first = parts[0].data
+    if len(parts) == 1:
+        return first
+    sizes = [len(part) for part in parts]
+    follows = all(
+        part.is_contiguous()
+        and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and part.data_ptr() == first.data_ptr() + sum(sizes[:index]) * first[0].nbytes
+        for index, part in enumerate(parts)
+    )
+    if follows:
+        return first.as_strided((sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+    joined = torch.cat([part.data for part in parts])
+    for part, piece in zip(parts, joined.split(sizes), strict=True):
+        part.data = piece
+    return joined
+
+
+def _norm(module: Any) -> RootMeanSquare:
+    return RootMeanSquare(_weight(module), _epsilon(module))
+
+
+def _weight(module: Any) -> Tensor:
+    """What an RMS norm multiplies with: its weight, or one more than it."""
+    weight: Tensor = module.weight.data
+    probe = torch.linspace(-1.0, 2.0, len(weight), device=weight.device, dtype=torch.float32)
+    plain = F.rms_norm(probe, probe.shape, eps=_epsilon(module))
+    with torch.inference_mode():
+        shown = module(probe.to(weight.dtype)).float()
+    for candidate in (weight, 1.0 + weight):
+        if torch.allclose(shown, plain * candidate.float(), rtol=0.02, atol=1e-3):
+            return candidate
+    raise _Unlike("a norm is not an RMS norm")
+
+
+def _epsilon(module: Any) -> float:
+    value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if value is None:
+        raise _Unlike("a norm without an epsilon")
+    return float(value)
+
+
+def _parameters(function: Any) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(function).parameters)

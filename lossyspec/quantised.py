@@ -1,0 +1,138 @@
+"""Weight-only int8 and int4 on CPUs: products that read packed weights and multiply in bf16, by torch's own kernels.
+
+int8: one scale for each output, symmetric. int4: groups of 32 inputs with a scale and a least value, w = scale * n + least
+with n in 0 .. 15, which is how Q4_1 of GGUF stores its blocks: a model that comes from there keeps its numbers but for the
+rounding of the scales to bf16. The output rows and the embedding that is tied to them are int8 in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigurationError
+from .fused import Dense, FusedStack, dense, fuse
+
+GROUP = 32
+_INNER_TILES = 2
+
+
+@dataclass(frozen=True)
+class Int8:
+    """weight: (out, in) int8. scales: (out,) bf16."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(dense: Dense) -> Int8:
+        """Rounds to the nearest step of each output's own scale."""
+        scales = (dense.weight.float().abs().amax(-1) / 127).clamp_min(1e-12).bfloat16()
+        weight = (dense.weight.float() / scales.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+        return Int8(weight, scales, dense.bias)
+
+    def dense(self) -> Tensor:
+        """The weights that the product uses, fp32."""
+        return self.weight.float() * self.scales.float().unsqueeze(-1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (.., in) -> (.., out) in x's dtype."""
+        flat = x.reshape(-1, x.shape[-1]).bfloat16()
+        result = torch._weight_int8pack_mm(flat, self.weight, self.scales).view(*x.shape[:-1], -1).to(x.dtype)
+        return result if self.bias is None else result + self.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.weight.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True)
+class Int4:
+    """packed: as torch's CPU kernel wants it. scales: (in / 32, out, 2) bf16, a scale and the value of n = 8."""
+
+    packed: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    rounded: Tensor | None  # (out, in) fp32; see `dense`
+
+    @staticmethod
+    def of(dense: Dense) -> Int4:
+        """Rounds within each group from its least to its largest value. Raises ConfigurationError for other widths."""
+        rows, width = dense.weight.shape
+        if width % GROUP or rows % 16:
+            raise ConfigurationError(
+                f"int4 needs inputs in groups of {GROUP} and outputs in 16s; a matrix is {rows} x {width}"
+            )
+        groups = dense.weight.float().view(rows, width // GROUP, GROUP)
+        least, most = groups.amin(-1), groups.amax(-1)
+        scales = ((most - least) / 15).clamp_min(1e-12).bfloat16()
+        middle = (least + 8 * scales.float()).bfloat16()
+        numbers = ((groups - middle.float().unsqueeze(-1)) / scales.float().unsqueeze(-1) + 8).round().clamp(0, 15)
+        rounded = ((numbers - 8) * scales.float().unsqueeze(-1) + middle.float().unsqueeze(-1)).view(rows, width)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int().view(rows, width), _INNER_TILES)
+        return Int4(packed, torch.stack([scales, middle], -1).transpose(0, 1).contiguous(), dense.bias, rounded)
+
+    def dense(self) -> Tensor:
+        """The weights that the product uses, fp32; known until the stack is checked."""
+        assert self.rounded is not None
+        return self.rounded
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (.., in) -> (.., out) in x's dtype."""
+        flat = x.reshape(-1, x.shape[-1]).bfloat16()
+        result = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.packed, GROUP, self.scales)
+        result = result.view(*x.shape[:-1], -1).to(x.dtype)
+        return result if self.bias is None else result + self.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.packed.nbytes + self.scales.nbytes
+
+
+def quantise(model: Any, precision: str) -> FusedStack:
+    """The fused stack of a dense fp32 model with its matrices in int8 or int4. The model's own weights become the rounded
+    ones, so that its forward is the stack's reference until `release`.
+
+    Raises ConfigurationError for a model that is not of the Llama family.
+    """
+    stack = fuse(model)
+    if stack is None:
+        kind = model.config.model_type
+        raise ConfigurationError(
+            f"{precision} needs a model of the Llama family, and {kind} is another; use fp32, bf16 or fp16"
+        )
+    kind = Int4 if precision == "int4" else Int8
+    for index, layer in enumerate(stack.layers):
+        stack.layers[index] = replace(
+            layer, **{name: _rounded(kind, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+        )
+    stack.head = _rounded(Int8, dense([model.get_output_embeddings()]))
+    return stack
+
+
+def _rounded(kind: type[Any], whole: Any) -> Any:
+    result = kind.of(whole)
+    whole.weight.copy_(result.dense())  # the model's own weights are views of it
+    return result
+
+
+def release(model: Any, stack: FusedStack) -> None:
+    """Frees the dense matrices of the layers: from now on the model runs by the stack alone."""
+    for layer in model.base_model.layers:
+        for module in layer.modules():
+            if type(module) is torch.nn.Linear:
+                module.weight.data = module.weight.data.new_empty(0)
+    stack.layers = [
+        replace(layer, **{name: _packed(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")})
+        for layer in stack.layers
+    ]
+
+
+def _packed(part: Any) -> Any:
+    return replace(part, rounded=None) if isinstance(part, Int4) else part
