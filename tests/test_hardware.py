@@ -458,12 +458,18 @@ def test_Q7_bf16_needs_compute_capability_8() -> None:
         "fp32": None,
         "fp16": None,
         "bf16": "t4-16gb has compute capability 7.5, and bf16 needs 8.0 or newer",
+        "int8": "packed weights run on CPUs so far",
+        "int4": "packed weights run on CPUs so far",
     }
     with pytest.raises(EnvironmentProblem, match=r"7\.5.*use one of: fp32, fp16"):
         require_precision(old, "bf16")
     require_precision(old, "fp16")
-    assert set(supported_precisions(detect(H100)).values()) == {None}
-    assert set(supported_precisions(detect(T4, env={"CUDA_VISIBLE_DEVICES": ""})).values()) == {None}  # the CPU
+    assert {name for name, why in supported_precisions(detect(H100)).items() if why is None} == {"fp32", "bf16", "fp16"}
+    plain = detect(T4, env={"CUDA_VISIBLE_DEVICES": ""})  # the CPU
+    for isa, kernels in (([], False), (["avx2"], True), (["avx2", "avx512"], True)):
+        known = supported_precisions(plain.model_copy(update={"cpu": plain.cpu.model_copy(update={"isa": isa})}))
+        assert [known["int8"] is None, known["int4"] is None] == [kernels] * 2
+        assert known["fp32"] is known["bf16"] is known["fp16"] is None
     assert "could not be read" in str(supported_precisions(detect({**H100, "capability": NOT_SUPPORTED}))["bf16"])
     with pytest.raises(LossyspecError, match=r"Did you mean 'bf16'"):
         require_precision(old, "bf17")

@@ -46,6 +46,10 @@ class ModelPool:
             self._decoders[precision] = Decoder(target, draft)
         return self._decoders[precision]
 
+    def forget(self, precision: Precision) -> None:
+        """Frees a precision that is not searched after all."""
+        self._decoders.pop(precision, None)
+
     def here(self) -> Here:
         """Identity of this machine and the models, once one precision is loaded."""
         assert self.target is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -18,7 +18,7 @@ from lossyspec.errors import ConfigurationError, EnvironmentProblem, NoFeasibleP
 from lossyspec.hardware import HardwareInfo, detect_hardware, device_name, supported_precisions, used_gpu
 from lossyspec.profile import Profile, user_profile_folder, write_profile
 from lossyspec.records import Front, RunManifest, TrialRecord
-from lossyspec.settings import PRECISIONS, Sampling
+from lossyspec.settings import PRECISIONS, Precision, Sampling
 from lossyspec.versions import versions
 
 from .config import SearchConfig
@@ -27,6 +27,7 @@ from .models import ModelPool
 from .objective import Objective
 from .progress import Reporter
 from .replay import Replay
+from .screening import slower_everywhere
 from .search_space import SearchSpace, build_space
 from .selection import to_confirm
 from .stages import Work, make_meter, make_traces, measure_costs, measure_live, search_trials, trace_chosen
@@ -102,6 +103,7 @@ class Search:
         """Runs all steps. Raises a LossyspecError with its exit code, or KeyboardInterrupt when `stop` said so."""
         notes = self._check_device()
         self.pool.decoder(self.reference)
+        self._narrow()
         folder, manifest = self._open_folder(notes)
         try:
             return self._steps(folder, manifest)
@@ -171,6 +173,39 @@ class Search:
             "budget_s": self.config.budget_s,
             "max_quality_loss": self.config.max_quality_loss,
         }
+
+    def _narrow(self) -> None:
+        """Leaves out the precisions that cannot win here; on resume, those that the run had left out."""
+        excluded = dict(self.space.excluded)
+        if self.resume:
+            stored = unfinished_folder(self.out, self.config.task).manifest()
+            kept = stored.space["precision"]["attributes"]["choices"]
+            excluded = stored.excluded
+        elif self.config.precisions is not None:
+            return
+        else:
+            kept = [self.reference]
+            for precision in self.space.precisions:
+                if precision == self.reference:
+                    continue
+                reason = self._cannot_win(precision)
+                if reason is None:
+                    kept.append(precision)
+                else:
+                    self.pool.forget(precision)
+                    excluded[f"precision {precision}"] = reason
+                    self.reporter.say(f"precision {precision} is left out: {reason}")
+        precisions = tuple(name for name in self.space.precisions if name in kept)
+        self.space = replace(self.space, precisions=precisions, excluded=excluded)
+        self.work = replace(self.work, space=self.space)
+
+    def _cannot_win(self, precision: Precision) -> str | None:
+        """The reason, when a precision does not run with this model or is slower than the reference everywhere."""
+        try:
+            other = self.pool.decoder(precision)
+        except ConfigurationError as problem:
+            return str(problem)
+        return slower_everywhere(self.pool.decoder(self.reference).target, other.target)
 
     def _workload_note(self) -> dict[str, Any]:
         return {

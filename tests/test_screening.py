@@ -1,0 +1,92 @@
+"""Which precisions a search leaves out before it traces anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_tiny
+from test_search_end_to_end import search, write_prompts
+
+from lossyspec.errors import ConfigurationError
+from lossyspec.tuner.screening import slower_everywhere
+from lossyspec.tuner.search import Search
+from lossyspec.tuner.store import RunFolder
+
+
+class Timed:
+    """A runner whose passes take what a table says, on a clock of its own."""
+
+    device = torch.device("cpu")
+    vocab_size = 50
+
+    def __init__(self, clock: list[float], seconds: dict[int, float]) -> None:
+        self.clock, self.seconds, self.passes = clock, seconds, 0
+
+    def start(self, prompts: list[list[int]], capacity: int) -> None:
+        assert capacity >= len(prompts[0])
+
+    def logits(self, tokens: torch.Tensor, starts: list[int]) -> None:
+        self.clock[0] += self.seconds[tokens.shape[1]]
+        self.passes += 1
+
+
+def verdict(reference: dict[int, float], other: dict[int, float]) -> tuple[str | None, int]:
+    clock = [0.0]
+    ours, theirs = Timed(clock, reference), Timed(clock, other)
+    found: Any = slower_everywhere(ours, theirs, lambda: clock[0])  # type: ignore[arg-type]
+    return found, theirs.passes
+
+
+def test_a_precision_that_is_faster_at_any_width_is_kept() -> None:
+    assert verdict({1: 0.030, 4: 0.040}, {1: 0.020, 4: 0.090})[0] is None
+    assert verdict({1: 0.030, 4: 0.040}, {1: 0.031, 4: 0.039})[0] is None
+
+
+def test_a_precision_that_is_slower_at_each_width_is_left_out_with_the_times() -> None:
+    reason, passes = verdict({1: 0.030, 4: 0.040}, {1: 0.035, 4: 0.052})
+    assert reason == "slower than the reference here: 35 against 30 ms for 1 token, 52 against 40 ms for 4 tokens"
+    assert passes == 2 * 6
+
+
+def test_a_hopeless_precision_is_not_timed_again_and_again() -> None:
+    reason, passes = verdict({1: 0.030, 4: 0.040}, {1: 0.5, 4: 2.0})
+    assert reason is not None
+    assert passes == 2 * 2
+
+
+def test_a_search_leaves_out_what_is_slower_keeps_what_is_not_and_resumes_with_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    save_tiny(place / "target")
+    write_prompts(place / "prompts.jsonl")
+    verdicts: dict[str, str | None] = {"bf16": "too slow", "fp16": None, "int8": "too slow", "int4": None}
+    asked: list[str] = []
+
+    def cannot_win(self: Search, precision: str) -> str | None:
+        asked.append(precision)
+        return verdicts[precision]
+
+    monkeypatch.setattr(Search, "_cannot_win", cannot_win)
+    search(place, tmp_path / "run", precisions=None, trials=20)
+    assert asked == ["bf16", "fp16", "int8", "int4"]
+    manifest = RunFolder(tmp_path / "run").manifest()
+    assert manifest.space["precision"]["attributes"]["choices"] == ["fp32", "fp16", "int4"]
+    assert manifest.excluded["precision bf16"] == manifest.excluded["precision int8"] == "too slow"
+    RunFolder(tmp_path / "run").write_manifest(manifest.model_copy(update={"status": "interrupted"}))
+    asked.clear()
+    result = search(place, tmp_path / "run", precisions=None, trials=24, resume=True)
+    assert not asked
+    assert result.manifest.space == manifest.space
+
+
+def test_a_precision_that_does_not_run_with_the_model_says_so() -> None:
+    def refuse(precision: str) -> Any:
+        raise ConfigurationError("int8 needs a model of the Llama family")
+
+    stub = object.__new__(Search)
+    stub.pool = type("Pool", (), {"decoder": staticmethod(refuse)})()  # type: ignore[assignment]
+    assert stub._cannot_win("int8") == "int8 needs a model of the Llama family"
