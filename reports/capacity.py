@@ -117,6 +117,8 @@ def devices_needed(service: Service, demand: Demand, requests: int = REQUESTS, s
         if tried[fewer] <= demand.p95_s:
             count = fewer
             break
+    for more in (count + 1, count + 2):  # to see what one more would bring
+        tried[more] = p95_latency_s(service, demand, more, requests, seed)
     return Capacity(service.kind, count, dict(sorted(tried.items())), service.prefill_note, None)
 
 

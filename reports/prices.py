@@ -61,6 +61,35 @@ def parse_pairs(texts: Iterable[str], option: str) -> tuple[tuple[str, float], .
     return tuple(pairs)
 
 
+def price_terms(
+    *,
+    per_hour: Iterable[str] = (),
+    capital: Iterable[str] = (),
+    power_w: Iterable[str] = (),
+    years: float | None = None,
+    pue: float | None = None,
+    electricity: float | None = None,
+    currency: str = "USD",
+    source: str | None = None,
+    date: str | None = None,
+) -> PriceTerms:
+    """Terms as they come from a command line. Raises ConfigurationError naming the option, its value and what is allowed."""
+    for option, value, least in (("--years", years, 0.0), ("--pue", pue, 1.0), ("--electricity", electricity, 0.0)):
+        if value is not None and not (isfinite(value) and (value >= least if least else value > 0)):
+            raise ConfigurationError(f"{option} is {value:g}; allowed: {'at least 1' if least else 'over 0'}")
+    return PriceTerms(
+        parse_pairs(per_hour, "--price"),
+        parse_pairs(capital, "--capital"),
+        parse_pairs(power_w, "--power"),
+        years,
+        pue,
+        electricity,
+        currency,
+        source,
+        date,
+    )
+
+
 def price_devices(terms: PriceTerms, devices: Sequence[str], board_power_w: dict[str, float]) -> dict[str, Price]:
     """Prices by device name. board_power_w: known limits, used where the user gives none.
 

@@ -110,8 +110,9 @@ def suspect(cells: Sequence[Cell]) -> list[str]:
     """One sentence for each precision and batch size whose one-token pass is not plausible for the device."""
     low, high = PLAUSIBLE
     return [
-        f"suspect measurement: {cell.precision}, batch {cell.batch} reaches {share:.0%} of the roofline ({low:.0%}-{high:.0%} "
-        f"is plausible): {'faster than the memory allows' if share > high else 'bound by the host, or disturbed'}"
+        f"suspect measurement: {cell.precision}, batch {cell.batch} reaches {share:.0%} of the roofline "
+        f"({low:.0%}-{high:.0%} is plausible): "
+        + ("faster than the device's peaks allow" if share > high else "bound by the host, or disturbed")
         for cell in cells
         if cell.verified == 1 and not low <= (share := achieved(cell)) <= high
     ]

@@ -40,6 +40,7 @@ class Summary:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """A name a run: its device, with the task, the precision and the folder only where names would be alike."""
     labels = [run.device for run in runs]
+    more: list[list[str]] = [[] for _ in runs]
     details = (
         [run.manifest.task for run in runs],
         [run.recommended.settings.precision.target if run.recommended else "no front" for run in runs],
@@ -48,7 +49,12 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
     )
     for detail in details:
         seen = Counter(labels)
-        labels = [f"{label}, {more}" if seen[label] > 1 else label for label, more in zip(labels, detail, strict=True)]
+        for place, word in enumerate(detail):
+            if seen[labels[place]] > 1:
+                more[place].append(word)
+        labels = [
+            f"{run.device} ({', '.join(words)})" if words else run.device for run, words in zip(runs, more, strict=True)
+        ]
     return labels
 
 

@@ -40,6 +40,7 @@ from lossyspec.records import (
     write_record,
 )
 from lossyspec.reports.build import build_report
+from lossyspec.reports.canvas import figure_svg
 from lossyspec.reports.load import load_run
 from lossyspec.reports.pareto import (
     ParetoInfo,
@@ -50,7 +51,7 @@ from lossyspec.reports.pareto import (
     point_labels,
     view,
 )
-from lossyspec.reports.plots import draw_pareto, figure_svg, save_pareto
+from lossyspec.reports.plots import draw_pareto, save_pareto
 from lossyspec.reports.tables import (
     COLUMNS,
     describe_point,
