@@ -10,14 +10,14 @@ from lossyspec.errors import EnvironmentProblem
 from lossyspec.records import write_text
 
 from .assemble import Options, assemble
-from .canvas import figure_svg, save_figure
+from .canvas import save_figure
 from .charts import Figure
 from .data import SUMMARY_COLUMNS, report_json, summary_rows
 from .draw import draw_figure
 from .html import render_page
 from .page import Drawing
-from .pdf import save_pdf
-from .plots import draw_pareto
+from .pdf import in_order, save_pdf
+from .plots import save_pareto
 from .tables import write_csv, write_front_csv
 
 
@@ -36,9 +36,8 @@ def build_report(folders: Path | Sequence[Path], out: Path | None = None, option
         files, paretos = [], []
         for place, run in enumerate(runs, start=1):
             name = "pareto" if len(runs) == 1 else f"pareto-run{place}"
-            picture = draw_pareto(run.pareto)
-            files += save_figure(picture, out, name)
-            paretos.append((name, figure_svg(picture)))
+            files += save_pareto(run.pareto, out, name)
+            paretos.append((name, files[-1].read_text(encoding="utf-8")))
         by_group = [
             _draw(group.gallery.drawn, "" if len(groups) == 1 else f"-group{place}", out, files)
             for place, group in enumerate(groups, start=1)
@@ -47,7 +46,7 @@ def build_report(folders: Path | Sequence[Path], out: Path | None = None, option
             _draw(run.gallery.drawn, "" if len(runs) == 1 else f"-run{place}", out, files)
             for place, run in enumerate(runs, start=1)
         ]
-        files.append(save_pdf(report, out / "report.pdf"))
+        files.append(save_pdf(report, in_order(by_group, by_run), out, out / "report.pdf"))
         files.append(write_front_csv([run.run for run in runs], out / "front.csv"))
         files.append(write_csv(out / "summary.csv", SUMMARY_COLUMNS, summary_rows(report)))
         files += [out / "report.json", out / "index.html"]

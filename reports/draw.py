@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-WIDTH = 5.4  # inches: text that can be read when the figure is as wide as a phone
+WIDTH = 5.0  # inches: text that can be read when the figure is as wide as a phone
 TOP, BOTTOM = 0.42, 0.55
 
 
@@ -47,19 +47,19 @@ def draw_figure(item: Figure) -> Picture:
         entries = legend_entries(item)
         across = columns([label for label, _ in entries])
         legend = 0.22 * ceil(len(entries) / across) + 0.05 if entries else 0.0
-        note = textwrap.wrap(item.note, 92)
+        note = textwrap.wrap(item.note, 80)
         note_high = 0.15 * len(note) + 0.08 if note else 0.0
         axes_high = 2.9 if isinstance(item, Chart) else max(0.7, 0.36 * len(item.rows) * _thickness(item))
         high = TOP + axes_high + BOTTOM + legend + note_high
         canvas = Canvas(figsize=(WIDTH, high), facecolor=PAPER)
         FigureCanvasAgg(canvas)
-        left = 0.125 if isinstance(item, Chart) else _label_share(item)
+        left = 0.155 if isinstance(item, Chart) else _label_share(item)
         axes = canvas.add_axes((left, (BOTTOM + legend + note_high) / high, 0.97 - left, axes_high / high), facecolor=PAPER)
         fitted(canvas, 1 - 0.27 / high, item.title, fontsize=12, weight="bold", color=INK)
         tips = draw_axes(item, axes)
         if entries:
             canvas.legend(handles=[handle for _, handle in entries], loc="upper left", ncols=across, frameon=False,
-                          bbox_to_anchor=(0.01, (legend + note_high + 0.06) / high), fontsize=8.5, labelcolor=INK,
+                          bbox_to_anchor=(0.01, (legend + note_high + 0.06) / high), fontsize=9.2, labelcolor=INK,
                           handletextpad=0.4, columnspacing=1.2, borderpad=0.1)  # fmt: skip
         for line, words in enumerate(reversed(note)):
             canvas.text(0.02, (0.07 + 0.15 * line) / high, words, fontsize=7.8, color=FAINT, parse_math=False)
@@ -70,16 +70,16 @@ def draw_axes(item: Figure, axes: Axes) -> dict[str, Tip]:
     """Draws into given axes; returns the tips by element id."""
     axes.grid(color=LINE, linewidth=0.6, alpha=0.45)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, length=3, labelsize=8.5)
+    axes.tick_params(colors=INK, length=3, labelsize=9)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(LINE)
-    axes.set_xlabel(item.x_label, color=INK, fontsize=9.5, parse_math=False)
+    axes.set_xlabel(item.x_label, color=INK, fontsize=10, parse_math=False)
     return _draw_chart(item, axes) if isinstance(item, Chart) else _draw_bars(item, axes)
 
 
 def _draw_chart(item: Chart, axes: Axes) -> dict[str, Tip]:
-    axes.set_ylabel(item.y_label, color=INK, fontsize=9.5, parse_math=False)
+    axes.set_ylabel(item.y_label, color=INK, fontsize=10, parse_math=False)
     tips: dict[str, Tip] = {}
     numbers = iter(range(10**6))
     for series in sorted(item.series, key=lambda series: series.kind == "recommended"):
@@ -121,7 +121,7 @@ def _draw_series(series: Series, axes: Axes, tips: dict[str, Tip], numbers: Iter
             style |= {"marker": "o", "markersize": 9, "alpha": 0.0}
         axes.plot([mark.x], [mark.y], linestyle="none", gid=name, zorder=6 if series.kind == "recommended" else 5, **style)
         if mark.label:
-            axes.annotate(mark.label, (mark.x, mark.y), xytext=(5, 5), textcoords="offset points", fontsize=7.5,
+            axes.annotate(mark.label, (mark.x, mark.y), xytext=(5, 5), textcoords="offset points", fontsize=8,
                           color=FAINT, zorder=4, annotation_clip=True)  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _draw_bars(item: Bars, axes: Axes) -> dict[str, Tip]:
     places = range(len(item.rows))
     axes.set_yticks(list(places), [short(row.label) for row in item.rows])
     axes.set_ylim(len(item.rows) - 0.5, -0.5)
-    axes.tick_params(axis="y", labelsize=7.5)
+    axes.tick_params(axis="y", labelsize=8.5)
     axes.grid(visible=False, axis="y")
     numbers = iter(range(10**6))
     for place, row in zip(places, item.rows, strict=True):
@@ -241,4 +241,4 @@ def _thickness(item: Bars) -> float:
 
 def _label_share(item: Bars) -> float:
     """Share of the width that the row labels need."""
-    return min(0.52, 0.045 + 0.0118 * max(len(short(row.label)) for row in item.rows))
+    return min(0.56, 0.045 + 0.0143 * max(len(short(row.label)) for row in item.rows))

@@ -10,7 +10,7 @@ from lossyspec.records import Estimate
 from .assemble import GroupReport, Report, RunReport
 from .capacity import ASSUMPTIONS
 from .compare import ABSENT
-from .html_run import run_sections
+from .html_run import run_head, run_sections
 from .load import model_name
 from .page import Drawing, bullets, frame, gallery, section, table
 from .predict import Roofline
@@ -42,6 +42,7 @@ def render_page(
         f'<p class="faint">{escape("; ".join(pairs))} · <span>{escape(created)}</span></p></header>',
         "<main>",
         *(_verdict(item, one) for item in report.runs),
+        run_head(first.run) if one else "",
         "" if one else section("Side by side", _devices(report.runs)),
         "" if one else section("What may be compared", _comparison(report)),
         _filter(report),
@@ -195,7 +196,8 @@ def _capacity(group: GroupReport, report: Report) -> str:
         if rows
         else "<p>No run has a cost table and trials.</p>"
     )
-    return f"<h3>Devices for a load</h3>{body}{bullets([*dict.fromkeys(notes), *ASSUMPTIONS])}"
+    once = ASSUMPTIONS if group is report.groups[0] else ("The assumptions are those above.",)
+    return f"<h3>Devices for a load</h3>{body}{bullets([*dict.fromkeys(notes), *once])}"
 
 
 def _prediction(group: GroupReport) -> str:
@@ -245,6 +247,6 @@ def _runs(report: Report, paretos: Sequence[tuple[str, str]], by_run: Sequence[S
         return [run_sections(report.runs[0], paretos[0], by_run[0])]
     return [
         f"<details><summary>{escape(item.label)}: the run by itself</summary>"
-        f"{run_sections(item, pareto, drawings, f'r{place}-')}</details>"
+        f"{run_head(item.run)}{run_sections(item, pareto, drawings, f'r{place}-')}</details>"
         for place, (item, pareto, drawings) in enumerate(zip(report.runs, paretos, by_run, strict=True), start=1)
     ]

@@ -23,13 +23,16 @@ CORPORA = {
 }
 
 
+def run_head(run: Run) -> str:
+    """How the run ended, and the recommended point in large numbers."""
+    return _status(run) + _numbers(run)
+
+
 def run_sections(report: RunReport, pareto: tuple[str, str], drawings: Sequence[Drawing], mark: str = "") -> str:
-    """All about one run. pareto: name and SVG text of its front; mark: keeps the ids of several runs apart."""
+    """All about one run but its head. pareto: name and SVG text of its front; mark: keeps ids of several runs apart."""
     run, manifest = report.run, report.run.manifest
     sampling = {name: "off" if value is None else value for name, value in manifest.sampling.model_dump().items()}
     parts = [
-        _status(run),
-        _numbers(run),
         section("Speed-up against loss", _pareto(report.pareto, report.label, *pareto), mark),
         section("The front", _front_table(run), mark),
         section("Inside the run", gallery(drawings), mark) if drawings else "",

@@ -9,7 +9,7 @@ from .canvas import INK, PAPER
 from .charts import KIND_LINES, KIND_MARKERS, Bars, Chart, Figure, Series
 
 PREDICTED_LINE = (0, (4, 3))
-MANY = 6  # from more series on, runs and kinds are told apart separately
+MANY = 5  # from more series on, runs and kinds are told apart separately
 
 
 def legend_entries(item: Figure) -> list[tuple[str, Any]]:
@@ -62,9 +62,9 @@ def _handle(series: Series, colour: str, label: str) -> dict[str, Any]:
 def columns(labels: Sequence[str]) -> int:
     """Columns of the legend that fit."""
     longest = max(map(len, labels), default=0)
-    return 1 if longest > 30 else 2 if longest > 16 else 3
+    return 1 if longest > 27 else 2 if longest > 13 else 3
 
 
-def short(label: str, most: int = 46) -> str:
+def short(label: str, most: int = 38) -> str:
     """A label that is cut where it would be too long."""
     return label if len(label) <= most else label[: most - 1] + "…"

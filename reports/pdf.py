@@ -6,93 +6,91 @@ import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lossyspec.records import write_bytes
 
 from .assemble import Report
 from .canvas import FAINT, INK, PAPER, canvas_style
-from .charts import Figure
-from .draw import draw_axes
-from .legends import legend_entries
+from .page import Drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
 
 #: which figures come first when there is no room for all
 ORDER = (
     "speed-against-loss", "user-and-device", "cost", "capacity", "predicted-devices", "energy", "batch-sizes", "memory",
     "round-time", "acceptance", "predicted-and-measured", "importance",
 )  # fmt: skip
-MOST = 6
-A4 = (8.27, 11.69)
+WIDTH, HEIGHT = 8.27, 11.69  # inches
+MARGIN, GAP = 0.45, 0.2
+COLUMN = (WIDTH - 2 * MARGIN - GAP) / 2
 
 
-def chosen_figures(report: Report) -> list[tuple[str, Figure]]:
-    """At most six figures, the deciding ones first, with what they are of where there are several groups or runs."""
-    found = [
-        ("" if len(report.groups) == 1 else ", ".join(group.group.labels), item)
-        for group in report.groups
-        for item in group.gallery.drawn
+def in_order(by_group: Sequence[Sequence[Drawing]], by_run: Sequence[Sequence[Drawing]]) -> list[Drawing]:
+    """The deciding figures first: those of the first group of runs, then of the others, then of single runs."""
+    return [
+        drawing
+        for drawings in (*by_group, *by_run)
+        for drawing in sorted(drawings, key=lambda drawing: ORDER.index(drawing.item.name))
     ]
-    found += [("" if len(report.runs) == 1 else run.label, item) for run in report.runs for item in run.gallery.drawn]
-    return sorted(found, key=lambda entry: ORDER.index(entry[1].name))[:MOST]
 
 
-def save_pdf(report: Report, path: Path) -> Path:
-    """Writes the page, atomically; the same bytes for the same report."""
+def save_pdf(report: Report, drawings: Sequence[Drawing], folder: Path, path: Path) -> Path:
+    """Writes the page, atomically; the same bytes for the same report. The pictures are the PNG files of the folder."""
     with canvas_style():
         from matplotlib.backends.backend_pdf import FigureCanvasPdf
         from matplotlib.figure import Figure as Canvas
 
-        page = Canvas(figsize=A4, facecolor=PAPER)
+        page = Canvas(figsize=(WIDTH, HEIGHT), facecolor=PAPER)
         FigureCanvasPdf(page)
-        top = _words(report, page.text)
-        figures = chosen_figures(report)
-        rows = max(1, (len(figures) + 1) // 2)
-        high = (top - 0.06) / max(rows, 2)
-        for place, (of, item) in enumerate(figures):
-            row, column = divmod(place, 2)
-            entries = legend_entries(item)
-            under = 0.034 + 0.0105 * ((len(entries) + 1) // 2)
-            bottom = top - (row + 1) * high + under + 0.012
-            left = 0.085 if not hasattr(item, "rows") else 0.17
-            axes = page.add_axes((left + 0.48 * column, bottom, 0.45 - left + 0.03, high - under - 0.05), facecolor=PAPER)
-            draw_axes(item, axes)
-            axes.tick_params(labelsize=6)
-            axes.set_xlabel(axes.get_xlabel(), fontsize=7, parse_math=False)
-            axes.set_ylabel(axes.get_ylabel(), fontsize=7, parse_math=False)
-            title = f"{item.title} ({of})" if of else item.title
-            axes.set_title(title[:60], fontsize=8.5, loc="left", color=INK, weight="bold", parse_math=False)
-            if entries:
-                handles = [handle for _, handle in entries]
-                axes.legend(handles=handles, loc="upper left", fontsize=5.8, frameon=False, ncols=2, labelcolor=INK,
-                            bbox_to_anchor=(-0.1, -0.13), borderaxespad=0)  # fmt: skip
+        left_out = _place(page, drawings, folder, _words(page, report))
+        note = f"{left_out} more figures, " if left_out else "The same figures, "
+        note += "with hover, and all numbers: index.html, report.json. Hollow: predicted, never measured."
+        page.text(MARGIN / WIDTH, 0.25 / HEIGHT, note, fontsize=6.5, color=FAINT)
         stream = io.BytesIO()
-        page.savefig(stream, format="pdf", metadata={"CreationDate": None, "Creator": "lossytune", "Producer": None})
+        page.savefig(
+            stream, format="pdf", dpi=200, metadata={"CreationDate": None, "Creator": "lossytune", "Producer": None}
+        )
     write_bytes(path, stream.getvalue())
     return path
 
 
-def _words(report: Report, text: object) -> float:
-    """Title, verdicts and what they rest on; returns the height where they end."""
-    write = text
-    assert callable(write)
-    at = 0.965
-    write(0.05, at, "lossytune report", fontsize=15, weight="bold", color=INK)
+def _place(page: Canvas, drawings: Sequence[Drawing], folder: Path, top: float) -> int:
+    """Puts pictures into two columns, each into the one with more room, while there is room; returns how many are left."""
+    from matplotlib.image import imread
+
+    ends, left_out = [top, top], 0
+    for drawing in drawings:
+        picture = imread(folder / f"{drawing.name}.png")
+        high = COLUMN * picture.shape[0] / picture.shape[1]
+        column = 0 if ends[0] >= ends[1] else 1
+        if ends[column] - high < 0.45:
+            left_out += 1
+            continue
+        ends[column] -= high
+        at = (MARGIN + column * (COLUMN + GAP)) / WIDTH
+        axes = page.add_axes((at, ends[column] / HEIGHT, COLUMN / WIDTH, high / HEIGHT))
+        axes.imshow(picture, aspect="auto", interpolation="lanczos")
+        axes.axis("off")
+        ends[column] -= 0.12
+    return left_out
+
+
+def _words(page: Canvas, report: Report) -> float:
+    """Title, verdicts and what they rest on; returns the inches from below where they end."""
+    page.text(MARGIN / WIDTH, 1 - 0.55 / HEIGHT, "lossytune report", fontsize=15, weight="bold", color=INK)
     about = ", ".join(dict.fromkeys(f"{item.summary.task} on {item.summary.device}" for item in report.runs))
-    lines: list[tuple[str, float, str]] = [(line, 8.5, FAINT) for line in textwrap.wrap(about, 110)[:2]]
-    for item in report.runs[:6]:
-        lines += [(line, 9.5, INK) for line in textwrap.wrap(f"{item.label}: {item.summary.sentence}", 98)[:3]]
-    if len(report.runs) > 6:
-        lines.append((f"and {len(report.runs) - 6} more runs, on the page", 8.5, FAINT))
-    for said in _said(report)[:6]:
-        lines += [(line, 8, FAINT) for line in textwrap.wrap(said, 120)[:2]]
-    at -= 0.022
+    lines = [(line, 8.5, FAINT) for line in textwrap.wrap(about, 118)[:2]]
+    for item in report.runs[:5]:
+        lines += [(line, 9.0, INK) for line in textwrap.wrap(f"{item.label}: {item.summary.sentence}", 116)[:2]]
+    if len(report.runs) > 5:
+        lines.append((f"and {len(report.runs) - 5} more runs, on the page", 8.5, FAINT))
+    said = [*report.refusals, *(words for group in report.groups for words in (*group.ranking, *group.footnotes))]
+    for words in said[:5]:
+        lines += [(line, 8.0, FAINT) for line in textwrap.wrap(words, 124)[:2]]
+    at = HEIGHT - 0.8
     for words, size, colour in lines:
-        write(0.05, at, words, fontsize=size, color=colour, parse_math=False)
-        at -= 0.0165
-    note = "Speeds: measured live. Batch sizes, memory, rounds and capacity: derived from the cost table. Hollow: predicted."
-    write(0.05, 0.02, f"{note} All figures and numbers: index.html, report.json.", fontsize=6.5, color=FAINT)
+        page.text(MARGIN / WIDTH, at / HEIGHT, words, fontsize=size, color=colour, parse_math=False)
+        at -= 0.19
     return at
-
-
-def _said(report: Report) -> Sequence[str]:
-    """Refusals, rankings and footnotes."""
-    return [*report.refusals, *(said for group in report.groups for said in (*group.ranking, *group.footnotes))]
