@@ -23,11 +23,15 @@ ASSUMPTIONS = (
     "A request starts on the device with the fewest others when a round ends there; its prefill holds up that device.",
     "A round of b requests takes what the cost table says of the next larger batch size that was measured; nothing is "
     "interpolated, and no more requests than the largest one run at once on a device.",
+    "No device is planned to be busy for more than 95 % of the time.",
     "Each round gives each request the mean tokens of its configuration; latency is from arrival to the last token.",
     "Tokens a round and seconds a round are those of the run's prompts and context; other lengths change both.",
 )
 REQUESTS = 2000
+MOST_REQUESTS = 20_000
 WARM_UP_SHARE = 0.1
+#: share of the time that a device may be busy at most
+MOST_BUSY = 0.95
 MOST_DEVICES = 512
 
 
@@ -102,7 +106,9 @@ def devices_needed(service: Service, demand: Demand, requests: int = REQUESTS, s
         service.prefill_s + _rounds(demand.output_tokens, tokens) * seconds / batch
         for batch, seconds, tokens in service.rounds
     )
-    count = too_few = max(1, ceil(demand.requests_per_s * busy))
+    # near full load a finite simulation ends before the queue has grown
+    count = too_few = max(1, ceil(demand.requests_per_s * busy / MOST_BUSY))
+    requests = max(requests, min(MOST_REQUESTS, ceil(20 * demand.requests_per_s * alone)))
     while count <= MOST_DEVICES:
         tried[count] = p95_latency_s(service, demand, count, requests, seed)
         if tried[count] <= demand.p95_s:

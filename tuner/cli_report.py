@@ -14,19 +14,25 @@ import click
               "./report with several runs]")  # fmt: skip
 @click.option("--price", multiple=True, metavar="NAME=PER_HOUR", help="Price of a device for an hour. No price is built in.")
 @click.option("--capital", multiple=True, metavar="NAME=COST", help="Price of buying a device, with the four below.")
-@click.option("--years", type=float, default=None, help="Years that a bought device is used.")
-@click.option("--pue", type=float, default=None, help="Energy of the site over energy of the device, such as 1.3.")
-@click.option("--electricity", type=float, default=None, help="Price of a kWh.")
+@click.option("--years", type=float, default=None, help="Years that a bought device is used. [default: none]")
+@click.option(
+    "--pue", type=float, default=None, help="Energy of the site over that of the device, such as 1.3. [default: none]"
+)
+@click.option("--electricity", type=float, default=None, help="Price of a kWh. [default: none]")
 @click.option("--power", multiple=True, metavar="NAME=WATTS", help="Power of a device. [default: the known board limit]")
 @click.option("--currency", default="USD", help="Written beside each price.")
-@click.option("--price-source", default=None, help="Where the prices come from; written beside each cost.")
-@click.option("--price-date", default=None, help="Of when the prices are; written beside each cost.")
+@click.option("--price-source", default=None, help="Where the prices come from, said beside each cost. [default: none]")
+@click.option("--price-date", default=None, help="Of when the prices are, said beside each cost. [default: none]")
 @click.option("--predict", multiple=True, metavar="NAME", help="Estimate a device that was not measured, by a roofline.")
-@click.option("--accelerators", type=click.Path(path_type=Path), default=None, help="File of devices beside the known ones.")
-@click.option("--rate", type=float, default=None, help="Requests a second, for the number of devices; with the three below.")
-@click.option("--input-tokens", type=int, default=None, help="Tokens in a prompt.")
-@click.option("--output-tokens", type=int, default=None, help="Tokens in an answer.")
-@click.option("--p95", type=float, default=None, help="Seconds within which 95 % of the requests must be answered.")
+@click.option(
+    "--accelerators", type=click.Path(path_type=Path), default=None, help="More devices, in a file. [default: none]"
+)
+@click.option(
+    "--rate", type=float, default=None, help="Requests a second: how many devices? With the next three. [default: none]"
+)
+@click.option("--input-tokens", type=int, default=None, help="Tokens in a prompt. [default: none]")
+@click.option("--output-tokens", type=int, default=None, help="Tokens in an answer. [default: none]")
+@click.option("--p95", type=float, default=None, help="Seconds in which 95 % must be answered. [default: none]")
 def report(
     runs: tuple[Path, ...],
     out: Path | None,
