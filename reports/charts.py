@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Source = Literal["measured", "derived", "predicted"]
 #: what stands beside a figure whose values did not run live
@@ -13,7 +13,7 @@ PREDICTED = "Hollow and dashed: predicted by a roofline for a device that was no
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1f2328")
 KIND_COLOURS = {"plain": "#1f2328", "lossless": "#009e73", "lossy": "#0072b2", "recommended": "#d55e00"}
 KIND_MARKERS = {"plain": "s", "lossless": "^", "lossy": "o", "recommended": "*"}
-KIND_LINES = {"plain": (0, (1, 1.5)), "lossless": (0, (5, 2)), "lossy": (0, ())}
+KIND_LINES: dict[str, Any] = {"plain": (0, (1, 1.5)), "lossless": (0, (5, 2)), "lossy": "solid"}
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _draw_chart(item: Chart, axes: Axes) -> dict[str, Tip]:
 
 def _draw_series(series: Series, axes: Axes, tips: dict[str, Tip], numbers: Iterator[int]) -> None:
     predicted = series.source == "predicted"
-    dash = PREDICTED_LINE if predicted else KIND_LINES.get(series.kind, (0, ()))
+    dash = PREDICTED_LINE if predicted else KIND_LINES.get(series.kind, "solid")
     xs, ys = [mark.x for mark in series.marks], [mark.y for mark in series.marks]
     about = f"{series.name}: {len(series.marks)} points"
     if series.joined and len(xs) > 1:

@@ -51,7 +51,7 @@ def _legend_by_run_and_kind(item: Chart) -> list[tuple[str, Any]]:
 def _handle(series: Series, colour: str, label: str) -> dict[str, Any]:
     """How a series looks in the legend."""
     predicted = series.source == "predicted"
-    dash = PREDICTED_LINE if predicted else KIND_LINES.get(series.kind, (0, ()))
+    dash = PREDICTED_LINE if predicted else KIND_LINES.get(series.kind, "solid")
     style: dict[str, Any] = {"linestyle": dash if series.joined and len(series.marks) > 1 else "none"}
     if series.markers:
         style |= {"marker": KIND_MARKERS.get(series.kind, "o"), "markersize": 8 if series.kind == "recommended" else 6}
