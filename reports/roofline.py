@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 
@@ -120,8 +120,19 @@ def suspect(cells: Sequence[Cell]) -> list[str]:
 
 def fit_cells(cells: Sequence[Cell]) -> Fit:
     """Least squares of log(predicted/measured) by a pattern search from several starts; the same for the same cells."""
+    import numpy
+
     ceiling = min(cell.measured_s for cell in cells)
-    best = min((_search(cells, start, ceiling) for start in _starts(ceiling)), key=lambda fit: fit.rms_log)
+    memory_s, arithmetic_s, measured_s = numpy.array(
+        [(cell.memory_s, cell.arithmetic_s, cell.measured_s) for cell in cells]
+    ).T
+
+    def error(place: Sequence[float]) -> float:
+        e_bandwidth, e_flops, overhead_s = map(exp, place)
+        taken = numpy.maximum(memory_s / e_bandwidth, arithmetic_s / e_flops) + overhead_s
+        return float(numpy.mean(numpy.log(taken / measured_s) ** 2))
+
+    best = min((_search(error, start, ceiling) for start in _starts(ceiling)), key=lambda fit: fit.rms_log)
     bound = any(cell.arithmetic_s / best.e_flops > cell.memory_s / best.e_bandwidth for cell in cells)
     return replace(best, compute_bound=bound, e_flops=best.e_flops if bound else 0.5)
 
@@ -133,24 +144,19 @@ def _starts(ceiling: float) -> Iterator[tuple[float, float, float]]:
                 yield log(e_bandwidth), log(e_flops), log(share * ceiling)
 
 
-def _search(cells: Sequence[Cell], start: tuple[float, float, float], ceiling: float) -> Fit:
+def _search(error: Callable[[Sequence[float]], float], start: tuple[float, float, float], ceiling: float) -> Fit:
     """Moves one of the three logarithms at a time, halving the step when no move helps."""
     bounds = ((log(0.01), 0.0), (log(0.01), 0.0), (log(1e-4 * ceiling), log(ceiling)))
     place, step = list(start), 0.5
-    best = _error(cells, place)
+    best = error(place)
     while step > 1e-3:
         moved = False
         for axis, (low, high) in enumerate(bounds):
             for way in (step, -step):
                 tried = list(place)
                 tried[axis] = min(high, max(low, tried[axis] + way))
-                error = _error(cells, tried)
-                if error < best - 1e-12:
-                    place, best, moved = tried, error, True
+                found = error(tried)
+                if found < best - 1e-12:
+                    place, best, moved = tried, found, True
         step = step if moved else step / 2
     return Fit(exp(place[0]), exp(place[1]), exp(place[2]), sqrt(best), False)
-
-
-def _error(cells: Sequence[Cell], place: Sequence[float]) -> float:
-    fit = Fit(exp(place[0]), exp(place[1]), exp(place[2]), 0.0, False)
-    return sum(log(seconds(cell, fit) / cell.measured_s) ** 2 for cell in cells) / len(cells)

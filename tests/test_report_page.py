@@ -193,7 +193,8 @@ def test_predicted_points_are_hollow_and_their_lines_dashed(source: str, face: s
 
 def test_the_page_says_of_a_mark_what_it_is_and_whose() -> None:
     svg = (
-        '<?xml version="1.0"?><svg width="9pt" height="90pt" viewBox="0 0 9 90" xmlns:xlink="x"><g id="e0"><use xlink:href="#m"/>'
+        '<?xml version="1.0"?><svg width="9pt" height="90pt" viewBox="0 0 9 90" xmlns:xlink="x">'
+        '<g id="e0"><use xlink:href="#m"/>'
         '<path clip-path="url(#p)" style="fill: #0072b2; stroke: #ffffff"/></g></svg>'
     )
     found = inline_svg(svg, "fig", 'a "b"', {"e0": Tip("1 < 2 & more", "run", "lossy")}, 20.0)
