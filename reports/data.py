@@ -23,7 +23,7 @@ _ESTIMATES = (
     "speed_tokens_per_s", "lossless_tokens_per_s", "plain_tokens_per_s", "served_tokens_per_s", "joules_per_token",
 )  # fmt: skip
 SUMMARY_COLUMNS = (
-    "run", "label", "device", "task", "verdict", "batch_size_sequences",
+    "run", "label", "device", "task", "made_up", "verdict", "batch_size_sequences",
     *(f"{name}{end}" for name in _ESTIMATES for end in ("", "_ci95_low", "_ci95_high")),
     "no_energy_reason", "largest_batch_sequences", "price_per_hour", "currency",
     *(f"cost_per_million_tokens_at_{share:.0%}".replace("%", "_percent") for share in SHARES),
@@ -129,7 +129,7 @@ def summary_rows(report: Report) -> list[dict[str, Any]]:
         run, summary = item.run, item.summary
         row: dict[str, Any] = dict.fromkeys(SUMMARY_COLUMNS)
         row |= {"run": run.folder.resolve().name, "label": item.label, "device": summary.device, "task": summary.task}
-        row |= {"verdict": summary.sentence, "batch_size_sequences": summary.batch}
+        row |= {"made_up": summary.made_up, "verdict": summary.sentence, "batch_size_sequences": summary.batch}
         row |= {"no_energy_reason": summary.no_energy_reason, "largest_batch_sequences": summary.largest_batch}
         for name in _ESTIMATES:
             estimate: Estimate | None = getattr(summary, name)

@@ -65,6 +65,6 @@ def columns(labels: Sequence[str]) -> int:
     return 1 if longest > 27 else 2 if longest > 13 else 3
 
 
-def short(label: str, most: int = 38) -> str:
-    """A label that is cut where it would be too long."""
-    return label if len(label) <= most else label[: most - 1] + "…"
+def short(label: str, most: int = 40) -> str:
+    """A label that is cut in the middle where it would be too long."""
+    return label if len(label) <= most else f"{label[: most - 20]}…{label[-19:]}"

@@ -50,6 +50,12 @@ class Run:
         return machine_name(self.manifest.hardware)
 
     @property
+    def made_up(self) -> str | None:
+        """How the run came about when it was not measured, as its configuration says; None for a measured one."""
+        said = self.manifest.config.get("made_up")
+        return str(said) if said else None
+
+    @property
     def points(self) -> tuple[FrontPoint, ...]:
         """The points of the front in stored order (fastest last); empty without a front."""
         return self.front.points if self.front else ()

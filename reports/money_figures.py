@@ -50,10 +50,9 @@ def cost_figure(group: Group, prices: Mapping[str, Price], terms: PriceTerms) ->
         return Missing(title, "no device of these runs has a price")
     currency = terms.currency
     bases = "; ".join(f"{price.device}: {price.basis}" for price in prices.values())
-    note = (
-        f"Measured live, prefill included, at the batch size of the live runs. {origin_text(terms)} {bases}."
-        + (f" {PREDICTED} Its decoding alone, without prefill." if group.predicted else "")
-    )  # fmt: skip
+    note = f"Measured live, prefill included, at the batch size of the live runs. {origin_text(terms)} {bases}." + (
+        f" {PREDICTED} Its decoding alone, without prefill." if any(one.source == "predicted" for one in series) else ""
+    )
     return Chart("cost", title, "Utilisation: share of the paid time spent decoding, %", f"{currency} a million tokens",
                  tuple(series), note, y_log=True)  # fmt: skip
 
@@ -105,7 +104,7 @@ def prediction_figure(group: Group) -> Drawn:
                 kind = "recommended" if point is best else "plain"
                 text = f"{label}, {kind}, batch {point.batch_size}: {three(live.tokens_per_s)} tokens/s, measured live"
                 part = Part(kind, live.tokens_per_s, text, group.colour(place, point.kind))
-                rows.append(Row(f"{label}, {kind}, batch {point.batch_size}", label, (part,)))
+                rows.append(Row(f"{label}, {kind} × {point.batch_size}", label, (part,)))
     for device in group.devices():
         batches = {point.batch for point in group.predicted if point.device == device}
         for one in group.predicted:
@@ -113,8 +112,16 @@ def prediction_figure(group: Group) -> Drawn:
                 text = f"{device}, {one.kind}, batch {one.batch}: {three(one.tokens_per_s)} tokens/s, predicted"
                 colour = group.predicted_colour(device)
                 part = Part(one.kind, one.tokens_per_s, text, colour, one.low, one.high, "predicted")
-                rows.append(Row(f"{device}, {one.kind}, batch {one.batch} (predicted)", device, (part,)))
-    return Bars("predicted-devices", title, "Tokens/s a device, decoding", tuple(rows), "dots", PREDICTED, x_log=True)
+                rows.append(Row(f"{device}, {one.kind} × {one.batch}, predicted", device, (part,)))
+    return Bars(
+        "predicted-devices",
+        title,
+        "Tokens/s a device, decoding",
+        tuple(rows),
+        "dots",
+        f"× sequences in a batch. {PREDICTED}",
+        x_log=True,
+    )
 
 
 def capacity_figure(group: Group, demand: Demand | None, found: Sequence[Sequence[Capacity]]) -> Drawn:

@@ -26,6 +26,7 @@ class Summary:
     label: str
     device: str
     task: str
+    made_up: str | None
     sentence: str
     batch: int | None
     speed_tokens_per_s: Estimate | None
@@ -39,8 +40,8 @@ class Summary:
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """A name a run: its device, with the task, the precision and the folder only where names would be alike."""
-    labels = [run.device for run in runs]
-    more: list[list[str]] = [[] for _ in runs]
+    more: list[list[str]] = [["made up"] if run.made_up else [] for run in runs]
+    labels = [run.device + "".join(words) for run, words in zip(runs, more, strict=True)]
     details = (
         [run.manifest.task for run in runs],
         [run.recommended.settings.precision.target if run.recommended else "no front" for run in runs],
@@ -52,10 +53,8 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         for place, word in enumerate(detail):
             if seen[labels[place]] > 1:
                 more[place].append(word)
-        labels = [
-            f"{run.device} ({', '.join(words)})" if words else run.device for run, words in zip(runs, more, strict=True)
-        ]
-    return labels
+        labels = [run.device + "".join(words) for run, words in zip(runs, more, strict=True)]
+    return [f"{run.device} ({', '.join(words)})" if words else run.device for run, words in zip(runs, more, strict=True)]
 
 
 def summarise(run: Run, label: str | None = None) -> Summary:
@@ -68,6 +67,7 @@ def summarise(run: Run, label: str | None = None) -> Summary:
         label=label or run.device,
         device=run.device,
         task=run.manifest.task,
+        made_up=run.made_up,
         sentence=verdict_sentence(run),
         batch=best.batch_size if best else None,
         speed_tokens_per_s=decode_speed(run, best) if best else None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from lossyspec.records import (
     RunManifest,
     TrialRecord,
     append_record,
+    read_record,
+    read_records,
     write_record,
 )
 from lossyspec.reports.accelerators import known_accelerators
@@ -136,13 +139,18 @@ def make_trials(machine: Machine, count: int = 90) -> list[TrialRecord]:
                 state="infeasible" if loss > 0.05 else "complete",
                 settings=settings,
                 batch_size=batch,
-                params={"alpha": alpha, "draft_length": settings.draft_length, "theta": theta, "precision": precision,
-                        "batch_size": batch},
+                params={
+                    "alpha": alpha,
+                    "draft_length": settings.draft_length,
+                    "theta": theta,
+                    "precision": precision,
+                    "batch_size": batch,
+                },
                 predicted=predicted(machine, settings, batch, accepted_of(alpha, theta)),
                 quality=quality(1 + loss),
                 memory_bytes=int(BYTES[precision] * (PARAMETERS + batch * CACHED)),
                 duration_s=0.01,
-            )  # fmt: skip
+            )
         )
     return trials
 
@@ -158,10 +166,19 @@ def make_blocks(machine: Machine, points: list[tuple[str, Prediction]], blocks: 
             kept = tuple(int(rounds * 0.7 ** (depth + 1)) for depth in range(drafted))
             records.append(
                 BlockRecord(
-                    block=block, forward=block % 2 == 0, contestant=name, batch_size=1, tokens=NEW_TOKENS,
-                    total_s=decode + 0.02, decode_s=decode, rounds=rounds, drafted_at=(rounds,) * drafted, accepted_at=kept,
-                    first_token_s=0.02 + expected.round_s, energy_joules=decode * 60 if machine.energy else None,
-                )  # fmt: skip
+                    block=block,
+                    forward=block % 2 == 0,
+                    contestant=name,
+                    batch_size=1,
+                    tokens=NEW_TOKENS,
+                    total_s=decode + 0.02,
+                    decode_s=decode,
+                    rounds=rounds,
+                    drafted_at=(rounds,) * drafted,
+                    accepted_at=kept,
+                    first_token_s=0.02 + expected.round_s,
+                    energy_joules=decode * 60 if machine.energy else None,
+                )
             )
     return records
 
@@ -200,6 +217,7 @@ def chosen_of(trials: list[TrialRecord]) -> list[TrialRecord]:
 
 
 def make_manifest(machine: Machine) -> RunManifest:
+    device = known_accelerators()[machine.device]
     known: dict[str, Any] = {
         "created": "2026-03-04T05:06:07+00:00",
         "command": ("lossytune", "search", "--task", "dialogue"),
@@ -213,8 +231,8 @@ def make_manifest(machine: Machine) -> RunManifest:
             "name": machine.device,
             "kernel": "6.12",
             "gpus": [
-                {"name": machine.device, "visible": True, "driver": machine.driver, "memory_bytes": known_accelerators()[machine.device].memory_bytes,
-                 "power_limit_w": known_accelerators()[machine.device].power_w, "sm_clock_max_mhz": 2040, "throttle_reasons": ["gpu_idle"]},
+                {"name": machine.device, "visible": True, "driver": machine.driver, "memory_bytes": device.memory_bytes,
+                 "power_limit_w": device.power_w, "sm_clock_max_mhz": 2040, "throttle_reasons": ["gpu_idle"]},
             ],
         },
         "versions": {"python": "3.11.2", "torch": "2.13.0", "transformers": "5.24.0", "lossytune": "0.1.0"},
@@ -250,3 +268,63 @@ def write_machine(folder: Path, machine: Machine | None = None, count: int = 90,
             transformers_ratio=None,
         ))  # fmt: skip
     return folder
+
+
+def scale_run(source: Path, out: Path, device: str, factor: float) -> Path:
+    """A copy of a run, each time of it divided by `factor`, as if made on `device`; its manifest says that it is made up."""
+    out.mkdir(parents=True)
+
+    def scaled(record: Any, names: tuple[str, ...], by: float) -> Any:
+        values = {name: getattr(record, name) for name in names}
+        return record.model_copy(update={name: value / by for name, value in values.items() if value is not None})
+
+    manifest = read_record(source / "manifest.json", RunManifest)
+    said = f"a copy of {source.name}, measured on {manifest.hardware.get('name')}, with every time divided by {factor:g}"
+    known = known_accelerators()[device]
+    hardware = {"name": device, "gpus": [{"visible": True, "name": device, "memory_bytes": known.memory_bytes,
+                                          "power_limit_w": known.power_w}]}  # fmt: skip
+    config = manifest.config | {"made_up": said}
+    write_record(out / "manifest.json", manifest.model_copy(update={"hardware": hardware, "config": config}))
+    costs = json.loads((source / "costs.json").read_text())
+    for name in ("round_s", "draft_step_s", "lookup_s", "judge_s"):
+        for key, value in costs[name].items():
+            costs[name][key] = [one / factor for one in value] if isinstance(value, list) else value / factor
+    (out / "costs.json").write_text(json.dumps(costs))
+
+    def faster(prediction: Prediction | None) -> Prediction | None:
+        if prediction is None:
+            return None
+        slower = scaled(prediction, ("round_s", "plain_round_s"), factor)
+        return scaled(slower, ("tokens_per_s",), 1 / factor)
+
+    for trial in read_records(source / "trials.jsonl", TrialRecord):
+        append_record(out / "trials.jsonl", trial.model_copy(update={"predicted": faster(trial.predicted)}))
+    for block in read_records(source / "measurements.jsonl", BlockRecord):
+        append_record(out / "measurements.jsonl", scaled(block, ("total_s", "decode_s", "first_token_s"), factor))
+    if (source / "front.json").exists():
+        front = read_record(source / "front.json", Front)
+        points = []
+        for point in front.points:
+            measured = point.measured and scaled(point.measured, ("tokens_per_s", "plain_tokens_per_s"), 1 / factor)
+            points.append(point.model_copy(update={"predicted": faster(point.predicted), "measured": measured}))
+        write_record(out / "front.json", front.model_copy(update={"points": tuple(points)}))
+    return out
+
+
+def main() -> None:
+    """`python tests/report_runs.py OUT`: the made-up run folders of docs/procurement.md.
+
+    `python tests/report_runs.py OUT RUN DEVICE FACTOR`: a copy of a real run with scaled times, as if made on a device.
+    """
+    out = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        scale_run(Path(sys.argv[2]), out, sys.argv[3], float(sys.argv[4]))
+        return
+    said = {"max_quality_loss": 0.05, "made_up": "times from a roofline of the device with chosen efficiencies"}
+    write_machine(out / "l4", Machine("l4-24gb", energy=True, manifest={"config": said}))
+    slower = Fit(0.5, 0.35, 0.002, 0.0, True)
+    write_machine(out / "h100", Machine("h100-sxm-80gb", driver="570.12", seed=3, fit=slower, manifest={"config": said}))
+
+
+if __name__ == "__main__":
+    main()

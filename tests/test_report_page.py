@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import Machine, write_machine
+from report_runs import Machine, scale_run, write_machine
 from test_reports import read_page
 
 from lossyspec.records import Front, TrialRecord, append_record, write_record
@@ -21,7 +21,9 @@ from lossyspec.reports.build import build_report
 from lossyspec.reports.canvas import PAPER
 from lossyspec.reports.capacity import Demand
 from lossyspec.reports.charts import Bars, Chart, Figure, Mark, Series
+from lossyspec.reports.data import summary_rows
 from lossyspec.reports.draw import Tip, draw_figure
+from lossyspec.reports.html import render_page
 from lossyspec.reports.inline import inline_svg
 from lossyspec.reports.prices import price_terms
 from lossyspec.tuner.cli import main
@@ -324,3 +326,17 @@ def test_reports_add_little_to_the_start(tmp_path: Path) -> None:
         for _ in range(3)
     ]
     assert min(taken) < 0.3
+
+
+def test_a_run_that_was_not_measured_is_marked_everywhere(folders: list[Path], tmp_path: Path) -> None:
+    copy = scale_run(folders[0], tmp_path / "copy", "a100-sxm-80gb", 4.0)
+    found = assemble([folders[0], copy])
+    assert [item.label for item in found.runs] == ["l4-24gb", "a100-sxm-80gb (made up)"]
+    assert found.runs[1].summary.made_up == "a copy of l4, measured on l4-24gb, with every time divided by 4"
+    speeds = [item.summary.speed_tokens_per_s for item in found.runs]
+    assert speeds[0] and speeds[1] and speeds[1].value == pytest.approx(4 * speeds[0].value)
+    assert found.refusals == () and "a100-sxm-80gb (made up) is faster than l4-24gb" in found.groups[0].ranking[0]
+    rows = summary_rows(found)
+    assert rows[0]["made_up"] is None and "divided by 4" in rows[1]["made_up"]
+    page = render_page(found, [("pareto-1", "<svg></svg>"), ("pareto-2", "<svg></svg>")], [[], []], [[]])
+    assert page.count("Not measured, made up:") == 1
