@@ -99,7 +99,8 @@ def find_name(name: str, names: Iterable[str], what: str) -> str:
     known = sorted(set(names))
     if name in known:
         return name
-    begun = [other for other in known if other.startswith(name)] if name else []
+    whole_words = [other for other in known if other.startswith(f"{name}-")]
+    begun = whole_words or [other for other in known if name and other.startswith(name)]
     if len(begun) == 1:
         return begun[0]
     if begun:

@@ -8,11 +8,11 @@ from typing import Any
 from lossyspec.records import Estimate, dump
 
 from .assemble import GroupReport, Report, RunReport
-from .capacity import ASSUMPTIONS
+from .capacity import ASSUMPTIONS, Capacity
 from .charts import Bars, Figure
 from .load import Run
 from .predict import Roofline
-from .prices import cost_per_million
+from .prices import Price, cost_per_million
 from .speeds import served_speed
 from .tables import front_rows
 
@@ -101,8 +101,8 @@ def _group_data(group: GroupReport, report: Report) -> dict[str, Any]:
         "price_date": report.options.prices.date,
         "demand": asdict(demand) if demand else None,
         "capacity": [
-            {"run": label, "results": [asdict(result) for result in results]}
-            for label, results in zip(group.group.labels, group.capacity, strict=True)
+            {"run": label, "results": [_capacity(result, report.prices.get(run.device)) for result in results]}
+            for run, label, results in zip(group.group.runs, group.group.labels, group.capacity, strict=True)
         ]
         if demand
         else None,
@@ -112,6 +112,11 @@ def _group_data(group: GroupReport, report: Report) -> dict[str, Any]:
         "predicted": [asdict(point) for point in group.group.predicted],
         "unpredicted": list(group.unpredicted),
     }
+
+
+def _capacity(result: Capacity, price: Price | None) -> dict[str, Any]:
+    """A result with what its devices cost for an hour; None without a price or without a number of devices."""
+    return asdict(result) | {"price_per_hour": price.per_hour * result.devices if price and result.devices else None}
 
 
 def _figure(figure: Figure) -> dict[str, Any]:

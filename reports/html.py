@@ -183,18 +183,24 @@ def _capacity(group: GroupReport, report: Report) -> str:
     if demand is None:
         return ""
     rows, notes = [], []
-    for label, results in zip(group.group.labels, group.capacity, strict=True):
+    for run, label, results in zip(group.group.runs, group.group.labels, group.capacity, strict=True):
+        price = report.prices.get(run.device)
         for result in results:
+            fleet = NA
+            if price and result.devices:
+                fleet = f"{three(result.devices * price.per_hour)} {price.currency}"
             p95 = result.p95_by_devices.get(result.devices) if result.devices else None
             count = str(result.devices) if result.devices else f"none: {result.reason}"
-            rows.append([escape(label), escape(result.kind), escape(count), NA if p95 is None else f"{three(p95)} s"])
+            rows.append(
+                [escape(label), escape(result.kind), escape(count), NA if p95 is None else f"{three(p95)} s", escape(fleet)]
+            )
             notes.append(f"{label}: {result.prefill_note}")
     caption = (
         f"{demand.requests_per_s:g} requests/s of {demand.input_tokens} tokens in and {demand.output_tokens} out, "
         f"95 % within {demand.p95_s:g} s. Simulated from the cost table, not measured."
     )
     body = (
-        table(caption, ["run", "decoding", "devices", "p95"], rows, 2)
+        table(caption, ["run", "decoding", "devices", "p95", "all of them, an hour"], rows, 2)
         if rows
         else "<p>No run has a cost table and trials.</p>"
     )

@@ -110,6 +110,8 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_name_may_be_short_when_it_is_one_device() -> None:
     names = ["h200-sxm-141gb", "h200-nvl-141gb", "b200-sxm-180gb"]
     assert find_name("b200", names, "--predict") == "b200-sxm-180gb"
+    assert find_name("h200-n", names, "--predict") == "h200-nvl-141gb"
+    assert find_name("l4", ["l40s-48gb", "l4-24gb"], "--price") == "l4-24gb"
     with pytest.raises(ConfigurationError, match="is not one device: h200-nvl-141gb, h200-sxm-141gb"):
         find_name("h200", names, "--predict")
     with pytest.raises(ConfigurationError, match=r"--predict 'b20-sxm-180gb' is not known.*Did you mean 'b200-sxm-180gb'"):

@@ -246,6 +246,8 @@ def test_every_figure_is_a_file_and_in_report_json(built: dict[str, Path]) -> No
     assert group["capacity_assumptions"] and group["price_date"] == "2026-03-01"
     devices = {item["run"]: [result["devices"] for result in item["results"]] for item in group["capacity"]}
     assert devices["l4-24gb"][0] >= devices["h100-sxm-80gb"][0] >= 1
+    first = group["capacity"][0]["results"][0]
+    assert first["price_per_hour"] == pytest.approx(0.8 * first["devices"])
 
 
 def test_the_csv_has_a_row_a_run_and_a_row_a_point(built: dict[str, Path]) -> None:
