@@ -20,7 +20,7 @@ from .speeds import plain_point, prefill_s
 
 ASSUMPTIONS = (
     "Arrivals are Poisson, all requests have the same lengths, and one queue feeds all devices, first come, first served.",
-    "A request starts on the device with the fewest others when a round ends there; its prefill holds up that device.",
+    "A request starts on an idle device, else on the first whose round ends with room; its prefill holds up that device.",
     "A round of b requests takes what the cost table says of the next larger batch size that was measured; nothing is "
     "interpolated, and no more requests than the largest one run at once on a device.",
     "No device is planned to be busy for more than 95 % of the time.",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WIDTH = 5.0  # inches: text that can be read when the figure is as wide as a phone
 TOP, BOTTOM = 0.42, 0.55
+ROW_LABEL = 36  # most characters of the label of a bar
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _both(axes: Axes) -> tuple[float, float]:
 def _draw_bars(item: Bars, axes: Axes) -> dict[str, Tip]:
     tips: dict[str, Tip] = {}
     places = range(len(item.rows))
-    axes.set_yticks(list(places), [short(row.label) for row in item.rows])
+    axes.set_yticks(list(places), [short(row.label, ROW_LABEL) for row in item.rows])
     axes.set_ylim(len(item.rows) - 0.5, -0.5)
     axes.tick_params(axis="y", labelsize=8.5)
     axes.grid(visible=False, axis="y")
@@ -241,4 +242,4 @@ def _thickness(item: Bars) -> float:
 
 def _label_share(item: Bars) -> float:
     """Share of the width that the row labels need."""
-    return min(0.56, 0.045 + 0.0143 * max(len(short(row.label)) for row in item.rows))
+    return min(0.56, 0.045 + 0.0143 * max(len(short(row.label, ROW_LABEL)) for row in item.rows))

@@ -225,18 +225,17 @@ def _prediction(group: GroupReport) -> str:
         *roofline.warnings,
         *group.unpredicted,
     ]
-    rows = [
-        [
-            escape(point.device),
-            escape(point.kind),
-            str(point.batch),
-            f"{three(point.tokens_per_s)}<small>{three(point.low)}-{three(point.high)}</small>",
+    points = {(point.device, point.kind, point.batch): point for point in group.group.predicted}
+    batches = sorted({batch for _, _, batch in points})
+    rows = []
+    for device, kind in dict.fromkeys((device, kind) for device, kind, _ in points):
+        cells = [points.get((device, kind, batch)) for batch in batches]
+        speeds = [
+            f"{three(one.tokens_per_s)}<small>{three(one.low)}-{three(one.high)}</small>" if one else NA for one in cells
         ]
-        for point in group.group.predicted
-    ]
-    body = table(
-        "Predicted, not measured: tokens/s a device and its range.", ["device", "decoding", "batch", "tokens/s"], rows, 2
-    )
+        rows.append([escape(device), escape(kind), *speeds])
+    heads = ["device", "decoding", *(f"batch {batch}" for batch in batches)]
+    body = table("Predicted, not measured: tokens/s a device and its range, by batch size.", heads, rows, 2)
     return f"<h3>Prediction</h3>{body if rows else ''}{bullets(lines)}"
 
 
