@@ -130,7 +130,7 @@ def _group_report(
     gallery.add(cost_figure(group, prices, options.prices))
     gallery.add(energy_figure(group))
     gallery.add(capacity_figure(group, demand, found))
-    gallery.add(prediction_figure(group))
+    gallery.add(prediction_figure(group, roofline if isinstance(roofline, str) else "; ".join(unpredicted) or None))
     speeds = [(label, summarise(run).speed_tokens_per_s) for run, label in zip(runs, labels, strict=True)]
     return GroupReport(
         group,

@@ -11,7 +11,7 @@ from .charts import DERIVED, KIND_COLOURS, PALETTE, PREDICTED, Chart, Drawn, Lin
 from .load import Run
 from .pareto import loss_percent
 from .predict import PredictedPoint
-from .serving import KINDS, ServingPoint, memory, serving_points, speedups_by_batch, stops_paying
+from .serving import KINDS, ServingPoint, device_memory_bytes, memory, serving_points, speedups_by_batch, stops_paying
 from .speeds import decode_speed
 from .summary import three
 
@@ -169,6 +169,7 @@ def memory_figure(group: Group) -> Drawn:
     series: list[Series] = []
     lines: list[Line] = []
     said: list[str] = []
+    one_limit = len({device_memory_bytes(run) for run in group.runs}) == 1
     for place, (run, label) in enumerate(zip(group.runs, group.labels, strict=True)):
         room = memory(run)
         if room is None:
@@ -195,7 +196,7 @@ def memory_figure(group: Group) -> Drawn:
                 series.append(Series(f"{short}, extended", label, "lossy", "predicted", colour, beyond, markers=False))
             at = room.limit_bytes / GIB
             if all(line.at != at for line in lines):
-                lines.append(Line("y", at, f"limit {at:.1f} GiB" if len(group.runs) == 1 else f"{label}: {at:.1f} GiB"))
+                lines.append(Line("y", at, f"limit {at:.1f} GiB" if one_limit else f"{label}: {at:.1f} GiB"))
         else:
             why = "its memory is not recorded" if room.limit_bytes is None else "one batch size alone was searched"
             said.append(f"{short}: the largest batch is not known, {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -32,7 +33,7 @@ def render_page(
     """The page around its pictures. paretos: name and SVG text of the front of each run."""
     one = len(report.runs) == 1
     first = report.runs[0]
-    title = f"{first.summary.task} on {first.label}" if one else f"{len(report.runs)} runs: {_names(report)}"
+    title = f"{first.summary.task} on {first.label}" if one else _title(report)
     created = ", ".join(dict.fromkeys(item.run.manifest.created for item in report.runs))
     pairs = dict.fromkeys(
         f"{model_name(item.run.manifest.target)} with {model_name(item.run.manifest.draft)}" for item in report.runs
@@ -58,8 +59,11 @@ def render_page(
     return frame(title, body)
 
 
-def _names(report: Report) -> str:
-    return ", ".join(item.label for item in report.runs)
+def _title(report: Report) -> str:
+    """What the runs are, and on which device where it is one."""
+    devices = {item.summary.device for item in report.runs}
+    where = f" on {devices.pop()}" if len(devices) == 1 else ""
+    return f"{len(report.runs)} runs{where}: {'; '.join(item.label for item in report.runs)}"
 
 
 def _verdict(item: RunReport, one: bool) -> str:
@@ -130,7 +134,7 @@ def _value(value: object) -> str:
     text = ABSENT if value is None else str(value)
     if isinstance(value, Mapping):
         text = ", ".join(f"{name} {item}" for name, item in value.items() if item is not None and item != 1.0)
-    return text if len(text) <= 44 else f"{text[:12]}…"
+    return f"{text[:12]}…" if re.fullmatch(r"[0-9a-f]{32,}", text) else text
 
 
 def _filter(report: Report) -> str:
@@ -151,7 +155,7 @@ def _group_heading(report: Report, place: int) -> str:
     return (
         "On absolute axes"
         if len(report.groups) == 1
-        else f"On absolute axes: {', '.join(report.groups[place - 1].group.labels)}"
+        else f"On absolute axes: {'; '.join(report.groups[place - 1].group.labels)}"
     )
 
 

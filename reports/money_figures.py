@@ -23,18 +23,19 @@ def cost_figure(group: Group, prices: Mapping[str, Price], terms: PriceTerms) ->
     unmeasured = []
     for place, (run, label) in enumerate(zip(group.runs, group.labels, strict=True)):
         price = prices.get(run.device)
-        points = {"lossy": run.recommended, "lossless": lossless_point(run), "plain": plain_point(run)}
-        for kind, point in points.items():
-            speed = served_speed(run, point) if point else None
-            if price is None or point is None or (kind != "lossy" and point is run.recommended):
+        best, plain = run.recommended, plain_point(run)
+        chosen = [("recommended", best), ("lossless", lossless_point(run)), ("plain", plain)]
+        for called, point in chosen:
+            if price is None or point is None or (called != "recommended" and point is best):
                 continue
+            speed = served_speed(run, point)
             if speed is None:
                 unmeasured.append(label)
                 continue
-            called = "recommended" if kind == "lossy" else kind
             marks = tuple(_cost_mark(price, f"{label}, {called}", speed.value, share) for share in UTILISATIONS)
-            series.append(Series(group.name(place, kind).replace("lossy", called), label, kind, "measured",
-                                 group.colour(place, kind), marks, markers=False))  # fmt: skip
+            name = called if len(group.runs) == 1 else f"{label}, {called}"
+            colour = group.colour(place, point.kind)
+            series.append(Series(name, label, point.kind, "measured", colour, marks, markers=False))
     for device in group.devices():
         price = prices.get(device)
         there = [one for one in group.predicted if one.device == device]
@@ -90,11 +91,11 @@ def energy_figure(group: Group) -> Drawn:
     return Bars("energy", title, "Joules a token", tuple(rows), "dots", note)
 
 
-def prediction_figure(group: Group) -> Drawn:
-    """The devices that were not measured beside the measured ones: the fastest batch size of each kind."""
+def prediction_figure(group: Group, reason: str | None = None) -> Drawn:
+    """The devices that were not measured beside the measured ones. reason: why what was asked for was not predicted."""
     title = "Devices that were not measured"
     if not group.predicted:
-        return Missing(title, "nothing was asked for: --predict NAME")
+        return Missing(title, reason or "nothing was asked for: --predict NAME")
     rows = []
     for place, (run, label) in enumerate(zip(group.runs, group.labels, strict=True)):
         best = run.recommended

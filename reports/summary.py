@@ -39,7 +39,8 @@ class Summary:
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """A name a run: its device, with the task, the precision and the folder only where names would be alike."""
+    """A name a run: its device, with the task, the precision and the folder only where names would be alike; without the
+    device where all runs are on one."""
     more: list[list[str]] = [["made up"] if run.made_up else [] for run in runs]
     labels = [run.device + "".join(words) for run, words in zip(runs, more, strict=True)]
     details = (
@@ -54,6 +55,8 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
             if seen[labels[place]] > 1:
                 more[place].append(word)
         labels = [run.device + "".join(words) for run, words in zip(runs, more, strict=True)]
+    if len(runs) > 1 and len({run.device for run in runs}) == 1:
+        return [", ".join(words) for words in more]
     return [f"{run.device} ({', '.join(words)})" if words else run.device for run, words in zip(runs, more, strict=True)]
 
 

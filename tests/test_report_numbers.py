@@ -242,5 +242,6 @@ def test_runs_are_named_by_what_tells_them_apart(run: Run) -> None:
     other = replace(run, manifest=run.manifest.model_copy(update={"hardware": {"name": "t4-16gb"}}))
     assert run_labels([run, code, other]) == ["l4-24gb (dialogue)", "l4-24gb (code)", "t4-16gb"]
     assert run_labels([run]) == ["l4-24gb"]
+    assert run_labels([run, code]) == ["dialogue", "code"]  # one device: it is in the title
     twins = run_labels([run, run])
     assert len(set(twins)) == 2 and NEW_TOKENS == 64

@@ -122,6 +122,14 @@ def test_a_device_without_room_or_unit_gets_no_prediction(runs: dict[str, Run]) 
     )
 
 
+def test_a_prediction_that_was_asked_for_and_failed_says_why(runs: dict[str, Run], tmp_path: Path) -> None:
+    folder = write_machine(tmp_path / "run", count=12)
+    (folder / "costs.json").unlink()
+    (group,) = assemble([folder], Options(predict=("t4",))).groups
+    reasons = {item.title: item.reason for item in group.gallery.missing}
+    assert reasons["Devices that were not measured"].startswith("l4-24gb: no cost table")
+
+
 def test_nothing_to_fit_on_is_said(runs: dict[str, Run]) -> None:
     hardware = runs["l4"].manifest.hardware | {"name": "cpu-made-up-2c"}
     there = replace(runs["l4"], manifest=runs["l4"].manifest.model_copy(update={"hardware": hardware}))
