@@ -18,6 +18,7 @@ from .money_figures import capacity_figure, cost_figure, energy_figure, predicti
 from .pareto import ParetoInfo, pareto_info
 from .predict import PredictedPoint, Roofline, fit_runs, predict_device
 from .prices import Price, PriceTerms, price_devices
+from .roofline import suspect_run
 from .run_figures import acceptance_figure, importance_figure, round_figure
 from .summary import Summary, run_labels, summarise
 
@@ -41,6 +42,7 @@ class RunReport:
     summary: Summary
     pareto: ParetoInfo
     gallery: Gallery
+    suspects: tuple[str, ...]  # measurements that the device's peaks make implausible
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,13 @@ def assemble(folders: Sequence[Path], options: Options | None = None) -> Report:
         raise ConfigurationError("a run folder is given twice: " + ", ".join(str(folder) for folder in folders))
     runs = [load_run(folder) for folder in folders]
     labels = run_labels(runs)
-    known = known_accelerators(options.accelerators) if options.predict or options.prices.given else {}
+    known = known_accelerators(options.accelerators)
     wanted = tuple(dict.fromkeys(find_name(name, known, "--predict") for name in options.predict))
     devices = [*dict.fromkeys(run.device for run in runs), *wanted]
     board = {name: device.power_w for name, device in known.items() if device.power_w is not None}
     prices = price_devices(options.prices, devices, board)
     return Report(
-        runs=tuple(_run_report(run, label) for run, label in zip(runs, labels, strict=True)),
+        runs=tuple(_run_report(run, label, known.get(run.device)) for run, label in zip(runs, labels, strict=True)),
         groups=tuple(
             _group_report(
                 [runs[place] for place in group], [labels[place] for place in group], wanted, known, prices, options
@@ -95,11 +97,11 @@ def assemble(folders: Sequence[Path], options: Options | None = None) -> Report:
     )
 
 
-def _run_report(run: Run, label: str) -> RunReport:
+def _run_report(run: Run, label: str, device: Accelerator | None) -> RunReport:
     gallery = Gallery()
     for figure in (acceptance_figure, round_figure, importance_figure):
         gallery.add(figure(run, label))
-    return RunReport(run, label, summarise(run, label), pareto_info(run), gallery)
+    return RunReport(run, label, summarise(run, label), pareto_info(run), gallery, tuple(suspect_run(run, device)))
 
 
 def _group_report(

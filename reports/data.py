@@ -82,6 +82,7 @@ def _run_data(item: RunReport) -> dict[str, Any]:
     return report_data(item.run) | {
         "label": item.label,
         "summary": summary,
+        "suspect_measurements": list(item.suspects),
         "noise_band_ratio": item.pareto.noise_band,
         "figures": [_figure(figure) for figure in item.gallery.drawn],
         "not_drawn": [asdict(missing) for missing in item.gallery.missing],

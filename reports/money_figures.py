@@ -54,7 +54,7 @@ def cost_figure(group: Group, prices: Mapping[str, Price], terms: PriceTerms) ->
     note = f"Measured live, prefill included, at the batch size of the live runs. {origin_text(terms)} {bases}." + (
         f" {PREDICTED} Its decoding alone, without prefill." if any(one.source == "predicted" for one in series) else ""
     )
-    return Chart("cost", title, "Utilisation: share of the paid time spent decoding, %", f"{currency} a million tokens",
+    return Chart("cost", title, "Utilisation: share of the paid time that serves, %", f"{currency} a million tokens",
                  tuple(series), note, y_log=True)  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from lossyspec.records import TrialRecord
 
 from .accelerators import Accelerator
 from .load import Run
-from .roofline import BYTES, Cell, Fit, ModelSize, cells_of, fit_cells, model_size, pass_s, seconds, suspect
+from .roofline import BYTES, Cell, Fit, ModelSize, cells_of, fit_cells, model_size, pass_s, seconds
 from .serving import DRAFTING, JUDGING, KINDS, round_parts, usable
 
 #: factor up and down that is stated when there is only one machine: a convention, not an estimate
@@ -60,7 +60,6 @@ def fit_runs(runs: Sequence[Run], labels: Sequence[str], known: Mapping[str, Acc
             reasons.append(f"{label}: no cost table at a precision that {run.device} has a known rate for")
         else:
             cells.setdefault(run.device, []).extend(found)
-            warnings += [f"{label}: {said}" for said in suspect(found)]
     if not cells:
         return "; ".join(reasons)
     fit = fit_cells([cell for found in cells.values() for cell in found])

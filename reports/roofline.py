@@ -118,6 +118,12 @@ def suspect(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
+def suspect_run(run: Run, device: Accelerator | None) -> list[str]:
+    """As `suspect`, of a run on a device whose peaks are known; nothing where they or the models' sizes are not."""
+    size = model_size(run)
+    return [] if device is None or isinstance(size, str) else suspect(cells_of(run, device, size))
+
+
 def fit_cells(cells: Sequence[Cell]) -> Fit:
     """Least squares of log(predicted/measured) by a pattern search from several starts; the same for the same cells."""
     import numpy

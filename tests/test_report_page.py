@@ -342,3 +342,29 @@ def test_a_run_that_was_not_measured_is_marked_everywhere(folders: list[Path], t
     assert rows[0]["made_up"] is None and "divided by 4" in rows[1]["made_up"]
     page = render_page(found, [("pareto-1", "<svg></svg>"), ("pareto-2", "<svg></svg>")], [[], []], [[]])
     assert page.count("Not measured, made up:") == 1
+
+
+def test_the_command_passes_all_options_and_prints_paths_or_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def build(*args: Any) -> list[Path]:
+        seen.append(args)
+        (tmp_path / "report.json").write_text('{"schema": "x"}\n')
+        return [tmp_path / "front.csv", tmp_path / "report.json"]
+
+    monkeypatch.setattr("lossyspec.reports.build.build_report", build)
+    args = ["a", "b", "--out", "o", "--price", "l4=0.8", "--capital", "h100=9", "--years", "3", "--pue", "1.3"]
+    args += ["--electricity", "0.1", "--power", "h100=500", "--currency", "EUR", "--price-source", "s", "--price-date", "d"]
+    args += ["--predict", "t4", "--accelerators", "x.json", "--rate", "2", "--input-tokens", "3", "--output-tokens", "4"]
+    code, out, err = said_by(capsys, monkeypatch, *args, "--p95", "5")
+    assert (code, out, err) == (0, f"{tmp_path}/front.csv\n{tmp_path}/report.json\n", "")
+    terms = price_terms(
+        per_hour=["l4=0.8"], capital=["h100=9"], power_w=["h100=500"], years=3.0, pue=1.3, electricity=0.1, currency="EUR",
+        source="s", date="d",
+    )  # fmt: skip
+    wanted = Options(terms, ("t4",), Path("x.json"), Demand(2.0, 3, 4, 5.0))
+    assert seen == [((Path("a"), Path("b")), Path("o"), wanted)]
+    assert said_by(capsys, monkeypatch, "a", "--json") == (0, '{"schema": "x"}\n', "")
+    assert seen[1] == ((Path("a"),), None, Options())

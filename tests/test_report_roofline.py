@@ -151,6 +151,14 @@ def test_a_measurement_that_is_not_plausible_is_suspect(measured: float, said: s
     assert (found == []) if said is None else (len(found) == 1 and said in found[0])
 
 
+def test_a_run_that_is_too_slow_or_too_fast_for_its_device_is_marked_without_being_asked(tmp_path: Path) -> None:
+    slow = write_machine(tmp_path / "slow", Machine(fit=Fit(0.05, 0.4, 0.0, 0.0, True), precisions=("bf16",)), 12)
+    fine = write_machine(tmp_path / "fine", Machine(precisions=("bf16",)), 12)
+    found = assemble([slow, fine]).runs
+    assert [len(item.suspects) for item in found] == [3, 0]  # a cell a batch size
+    assert found[0].suspects[0].startswith("suspect measurement: bf16, batch 1 reaches 5% of the roofline (15%-100% is")
+
+
 def test_an_unknown_device_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     folder = write_machine(tmp_path / "run", count=12)
     with pytest.raises(ConfigurationError, match=r"--predict 'h300' is not known; allowed: a10-24gb, .*t4-16gb"):

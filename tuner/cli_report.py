@@ -33,6 +33,7 @@ import click
 @click.option("--input-tokens", type=int, default=None, help="Tokens in a prompt. [default: none]")
 @click.option("--output-tokens", type=int, default=None, help="Tokens in an answer. [default: none]")
 @click.option("--p95", type=float, default=None, help="Seconds in which 95 % must be answered. [default: none]")
+@click.option("--json", "as_json", is_flag=True, help="Print report.json instead of the paths.")
 def report(
     runs: tuple[Path, ...],
     out: Path | None,
@@ -51,6 +52,7 @@ def report(
     input_tokens: int | None,
     output_tokens: int | None,
     p95: float | None,
+    as_json: bool,
 ) -> None:
     """Rebuild every output of one or more runs from their stored files: page, PDF, pictures, CSV and JSON.
 
@@ -63,5 +65,9 @@ def report(
     )  # fmt: skip
     demand = import_module("lossyspec.reports.capacity").make_demand(rate, input_tokens, output_tokens, p95)
     options = import_module("lossyspec.reports.assemble").Options(terms, predict, accelerators, demand)
-    for path in import_module("lossyspec.reports.build").build_report(runs, out, options):
+    paths = import_module("lossyspec.reports.build").build_report(runs, out, options)
+    if as_json:
+        click.echo(next(path for path in paths if path.name == "report.json").read_text(encoding="utf-8"), nl=False)
+        return
+    for path in paths:
         click.echo(path)
