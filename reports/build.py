@@ -9,8 +9,8 @@ from pathlib import Path
 from lossyspec.errors import EnvironmentProblem
 from lossyspec.records import write_text
 
-from .assemble import Options, assemble
-from .canvas import save_figure
+from .assemble import Options, Report, assemble
+from .canvas import canvas_style, save_figure
 from .charts import Figure
 from .data import SUMMARY_COLUMNS, report_json, summary_rows
 from .draw import draw_figure
@@ -31,30 +31,37 @@ def build_report(folders: Path | Sequence[Path], out: Path | None = None, option
     folders = [Path(folders)] if isinstance(folders, str | Path) else [Path(folder) for folder in folders]
     report = assemble(folders, options)
     out = Path(out) if out else (folders[0] / "report" if len(folders) == 1 else Path("report"))
-    runs, groups = report.runs, report.groups
     try:
-        files, paretos = [], []
-        for place, run in enumerate(runs, start=1):
-            name = "pareto" if len(runs) == 1 else f"pareto-run{place}"
-            files += save_pareto(run.pareto, out, name)
-            paretos.append((name, files[-1].read_text(encoding="utf-8")))
-        by_group = [
-            _draw(group.gallery.drawn, "" if len(groups) == 1 else f"-group{place}", out, files)
-            for place, group in enumerate(groups, start=1)
-        ]
-        by_run = [
-            _draw(run.gallery.drawn, "" if len(runs) == 1 else f"-run{place}", out, files)
-            for place, run in enumerate(runs, start=1)
-        ]
-        files.append(save_pdf(report, in_order(by_group, by_run), out, out / "report.pdf"))
-        files.append(write_front_csv([run.run for run in runs], out / "front.csv"))
-        files.append(write_csv(out / "summary.csv", SUMMARY_COLUMNS, summary_rows(report)))
-        files += [out / "report.json", out / "index.html"]
-        write_text(files[-2], json.dumps(report_json(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        write_text(files[-1], render_page(report, paretos, by_run, by_group))
+        with canvas_style():
+            return _write(report, out)
     except OSError as error:
         reason = error.strerror or error
         raise EnvironmentProblem(f"{error.filename or out}: the report cannot be written ({reason})") from None
+
+
+def _write(report: Report, out: Path) -> list[Path]:
+    """Draws and writes all; returns the paths."""
+    runs, groups = report.runs, report.groups
+    files: list[Path] = []
+    paretos = []
+    for place, run in enumerate(runs, start=1):
+        name = "pareto" if len(runs) == 1 else f"pareto-run{place}"
+        files += save_pareto(run.pareto, out, name)
+        paretos.append((name, files[-1].read_text(encoding="utf-8")))
+    by_group = [
+        _draw(group.gallery.drawn, "" if len(groups) == 1 else f"-group{place}", out, files)
+        for place, group in enumerate(groups, start=1)
+    ]
+    by_run = [
+        _draw(run.gallery.drawn, "" if len(runs) == 1 else f"-run{place}", out, files)
+        for place, run in enumerate(runs, start=1)
+    ]
+    files.append(save_pdf(report, in_order(by_group, by_run), out, out / "report.pdf"))
+    files.append(write_front_csv([run.run for run in runs], out / "front.csv"))
+    files.append(write_csv(out / "summary.csv", SUMMARY_COLUMNS, summary_rows(report)))
+    files += [out / "report.json", out / "index.html"]
+    write_text(files[-2], json.dumps(report_json(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(files[-1], render_page(report, paretos, by_run, by_group))
     return files
 
 

@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 #: neutral colours; the HTML page turns them into its own light or dark ones
 INK, FAINT, LINE, PAPER = "#1f2328", "#6a737d", "#b4bcc5", "#ffffff"
 PNG_DPI = 150
+_styled: ContextVar[bool] = ContextVar("styled", default=False)
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
@@ -40,7 +42,13 @@ def figure_svg(figure: Figure) -> str:
 
 @contextmanager
 def canvas_style() -> Iterator[None]:
-    """matplotlib's defaults whatever the user's matplotlibrc says; a missing glyph is a box, not a warning."""
+    """matplotlib's defaults whatever the user's matplotlibrc says; a missing glyph is a box, not a warning.
+
+    Inside another one it does nothing: setting the defaults takes as long as drawing a small figure.
+    """
+    if _styled.get():
+        yield
+        return
     import matplotlib
     import matplotlib.style
 
@@ -48,7 +56,11 @@ def canvas_style() -> Iterator[None]:
         matplotlib.style.use("default")
         matplotlib.rcParams.update({"svg.hashsalt": "lossytune", "font.size": 10.5, "axes.unicode_minus": False})
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")
-        yield
+        before = _styled.set(True)
+        try:
+            yield
+        finally:
+            _styled.reset(before)
 
 
 def fitted(figure: Figure, y: float, words: str, **style: Any) -> None:

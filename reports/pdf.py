@@ -71,7 +71,7 @@ def _place(page: Canvas, drawings: Sequence[Drawing], folder: Path, top: float) 
         ends[column] -= high
         at = (MARGIN + column * (COLUMN + GAP)) / WIDTH
         axes = page.add_axes((at, ends[column] / HEIGHT, COLUMN / WIDTH, high / HEIGHT))
-        axes.imshow(picture, aspect="auto", interpolation="lanczos")
+        axes.imshow(picture, aspect="auto", interpolation="none")
         axes.axis("off")
         ends[column] -= 0.12
     return left_out
