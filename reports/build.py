@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +17,13 @@ from .data import SUMMARY_COLUMNS, report_json, summary_rows
 from .draw import draw_figure
 from .html import render_page
 from .page import Drawing
-from .pdf import in_order, save_pdf
+from .pdf import ORDER, in_order, save_pdf
 from .plots import save_pareto
 from .tables import write_csv, write_front_csv
+
+
+#: names of pictures that a report may write
+PICTURE = re.compile(rf"({'|'.join(('pareto', *ORDER))})(-(run|group)\d+)?\.(png|svg)")
 
 
 def build_report(folders: Path | Sequence[Path], out: Path | None = None, options: Options | None = None) -> list[Path]:
@@ -62,7 +67,16 @@ def _write(report: Report, out: Path) -> list[Path]:
     files += [out / "report.json", out / "index.html"]
     write_text(files[-2], json.dumps(report_json(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_text(files[-1], render_page(report, paretos, by_run, by_group))
+    _remove_stale(out, files)
     return files
+
+
+def _remove_stale(out: Path, files: Sequence[Path]) -> None:
+    """Removes pictures that an earlier report left: what is not drawn now must not lie beside what is."""
+    written = {path.name for path in files}
+    for path in out.iterdir():
+        if PICTURE.fullmatch(path.name) and path.name not in written:
+            path.unlink()
 
 
 def _draw(items: Sequence[Figure], suffix: str, out: Path, files: list[Path]) -> list[Drawing]:

@@ -32,6 +32,7 @@ from lossyspec.reports.roofline import BYTES, Fit, pass_s, seconds
 from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
 
 PARAMETERS, CACHED, CONTEXT, NEW_TOKENS = 1.5e9, 3e6, 200, 64
+DRAFT_STEP_S = 0.002
 TRUE_FIT = Fit(0.6, 0.4, 0.0015, 0.0, True)
 
 
@@ -66,18 +67,25 @@ def costs_of(machine: Machine) -> dict[str, Any]:
         "schema": "lossytune.costs/1",
         "context": CONTEXT,
         "round_s": {f"{p}/{b}": [machine.pass_s(p, b, n) for n in range(1, 10)] for p, b in cells},
-        "draft_step_s": {},
+        "draft_step_s": {} if machine.ngram else {f"{p}/{b}": DRAFT_STEP_S for p, b in cells},
         "lookup_s": {str(batch): lookup_s(batch) for batch in machine.batches},
         "judge_s": {},
         "spread": {f"{p}/{b}": 0.01 for p, b in cells},
     }
 
 
+def drafting_s(machine: Machine, batch: int, length: int) -> float:
+    """Seconds of drafting in a round."""
+    if length == 0:
+        return 0.0
+    return lookup_s(batch)[length] if machine.ngram else length * DRAFT_STEP_S
+
+
 def predicted(machine: Machine, settings: Settings, batch: int, accepted: float) -> Prediction:
     """What the cost table says when each drafted token is accepted with one probability."""
     length, precision = settings.draft_length, settings.precision.target
     tokens = sum(accepted**depth for depth in range(length + 1))
-    taken = machine.pass_s(precision, batch, length + 1) + (lookup_s(batch)[length] if length else 0.0)
+    taken = machine.pass_s(precision, batch, length + 1) + drafting_s(machine, batch, length)
     plain = min(machine.pass_s(name, batch, 1) for name in machine.precisions)
     return Prediction(
         speedup=tokens * plain / taken,
@@ -148,7 +156,9 @@ def make_trials(machine: Machine, count: int = 90) -> list[TrialRecord]:
                 },
                 predicted=predicted(machine, settings, batch, accepted_of(alpha, theta)),
                 quality=quality(1 + loss),
-                memory_bytes=int(BYTES[precision] * (PARAMETERS + batch * CACHED)),
+                memory_bytes=int(
+                    BYTES[precision] * (PARAMETERS + machine.manifest.get("draft_parameters", 0) + batch * CACHED)
+                ),
                 duration_s=0.01,
             )
         )

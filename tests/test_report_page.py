@@ -166,7 +166,12 @@ def test_no_feasible_lossy_point_and_a_front_of_one(tmp_path: Path) -> None:
     front = Front.model_validate_json((folder / "front.json").read_text())
     plain = front.points[0].model_copy(update={"recommended": True})
     write_record(folder / "front.json", front.model_copy(update={"points": (plain,)}))
+    (folder / "report").mkdir()
+    for name in ("cost.png", "capacity-group2.svg", "pareto-run3.png", "mine.png", "cost.txt"):
+        (folder / "report" / name).write_text("older")
     paths = {path.name: path for path in build_report(folder)}
+    left = {path.name for path in (folder / "report").iterdir()}
+    assert left == {*paths, "mine.png", "cost.txt"}  # pictures of an older report are gone, all else stays
     page = read_page(paths["index.html"])
     assert "speculation does not pay" in page.text
     assert "Acceptance by depth: no drafting point was measured live." in page.text

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_runs import CACHED, PARAMETERS, TRUE_FIT, Machine, write_machine
+from report_runs import CACHED, DRAFT_STEP_S, PARAMETERS, TRUE_FIT, Machine, write_machine
 
 from lossyspec.errors import ConfigurationError
 from lossyspec.reports.accelerators import known_accelerators
@@ -14,6 +14,7 @@ from lossyspec.reports.assemble import Options, assemble
 from lossyspec.reports.load import Run, load_run
 from lossyspec.reports.predict import Roofline, fit_runs, predict_device
 from lossyspec.reports.roofline import Cell, Fit, achieved, cells_of, fit_cells, model_size, pass_s, seconds, suspect
+from lossyspec.reports.serving import round_parts
 
 KNOWN = known_accelerators()
 
@@ -91,6 +92,23 @@ def test_a_prediction_for_a_machine_that_is_known_is_right(runs: dict[str, Run])
         trial = next(trial for trial in runs["l4"].trials if trial.number == lossy.trial)
         assert trial.state == "complete" and trial.predicted is not None
         assert lossy.tokens_per_round == trial.predicted.tokens_per_round  # acceptance transfers
+
+
+def test_a_draft_model_is_timed_by_the_roofline_too(tmp_path: Path) -> None:
+    sizes = {"target_parameters": int(PARAMETERS), "draft_parameters": 2 * 10**8}
+    run = load_run(write_machine(tmp_path / "run", Machine(ngram=False, precisions=("bf16",), manifest=sizes), 12))
+    parts = round_parts(run, next(trial for trial in run.trials if trial.kind == "lossless"))
+    assert parts is not None and parts["drafting"] == pytest.approx(3 * DRAFT_STEP_S)
+    roofline, device = fit_runs([run], ["l4"], KNOWN), KNOWN["a100-sxm-80gb"]
+    assert isinstance(roofline, Roofline)
+    points, _ = predict_device(run, device, roofline)
+    found = next(point for point in points if (point.kind, point.batch) == ("lossless", 4))
+    target, draft = pass_s(device, PARAMETERS, CACHED, "bf16", 4, 4), pass_s(device, 2e8, 0.0, "bf16", 4, 1)
+    assert target is not None and draft is not None
+    assert found.round_s == pytest.approx(seconds(target, roofline.fit) + 3 * seconds(draft, roofline.fit))
+    unknown = run.manifest.model_copy(update={"draft_parameters": None})
+    kinds = {point.kind for point in predict_device(replace(run, manifest=unknown), device, roofline)[0]}
+    assert kinds == {"plain"}  # a draft of unknown size cannot be timed
 
 
 def test_one_machine_gives_no_error_estimate_and_says_so(runs: dict[str, Run]) -> None:
