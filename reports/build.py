@@ -21,7 +21,6 @@ from .pdf import ORDER, in_order, save_pdf
 from .plots import save_pareto
 from .tables import write_csv, write_front_csv
 
-
 #: names of pictures that a report may write
 PICTURE = re.compile(rf"({'|'.join(('pareto', *ORDER))})(-(run|group)\d+)?\.(png|svg)")
 
