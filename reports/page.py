@@ -65,7 +65,7 @@ caption span { display: inline-block; position: sticky; left: 0; max-width: calc
 th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 thead th { white-space: normal; vertical-align: bottom; }
 th.text, td.text { text-align: left; }
-td.text { white-space: normal; overflow-wrap: anywhere; min-width: 5rem; }
+td.text { white-space: normal; }
 tbody th { position: sticky; left: 0; background: var(--paper); font-weight: 400; }
 tr.best > * { font-weight: 700; }
 tr.best > th { color: var(--star); }
