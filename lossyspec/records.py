@@ -138,6 +138,7 @@ class BlockRecord(Model):
     accepted_at: tuple[int, ...] = ()
     first_token_s: float | None
     gaps_s: tuple[float, ...] = ()  # seconds between tokens: a round's time shared by its tokens
+    energy_joules: float | None = None  # of the whole run, prefill included; None: not measured
     outputs: tuple[tuple[int, ...], ...] = ()
 
 
@@ -174,6 +175,9 @@ class RunManifest(Model):
     timings_s: dict[str, float] = {}
     peak_memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    energy: dict[str, str] | None = None  # method and scope of the blocks' joules, or the reason why there are none
+    target_parameters: int | None = None  # numbers read in a pass of the target; None: not recorded
+    draft_parameters: int | None = None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,276 +1,264 @@
-"""One self-contained index.html for a run: no script, no external resource, light and dark, readable on a phone."""
+"""The report as one self-contained index.html: what to buy first, then each run. No external resource, light and dark."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
-from lossyspec.records import FrontPoint
+from lossyspec.records import Estimate
 
-from .load import Run, flatten, machine_name, model_name
-from .pareto import pareto_info
-from .plots import COLOURS, FAINT, INK, LINE, PAPER
-from .tables import HEADINGS, NA, TEXT_HEADINGS, describe_point, loss_text, number, speedup_text, table_cells
+from .assemble import GroupReport, Report, RunReport
+from .capacity import ASSUMPTIONS
+from .compare import ABSENT
+from .html_run import run_head, run_sections
+from .load import model_name
+from .page import Drawing, bullets, frame, gallery, section, table
+from .predict import Roofline
+from .prices import cost_per_million, origin_text
+from .speeds import served_speed
+from .summary import speed_text, three
+from .tables import NA
 
-CORPORA = {
-    "target_samples": "text sampled exactly from the target",
-    "references": "human reference texts",
-    "greedy_text": "the decoder's own greedy text (mean log-probability regret)",
-}
-#: colours of the figure that follow the page's light or dark theme
-THEMED = {INK: "--ink", FAINT: "--faint", LINE: "--line", PAPER: "--paper", COLOURS["lossy"]: "--blue"}
-STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --faint: #5b646d; --line: #c3cad1; --paper: #ffffff;
-  --panel: #f4f6f8; --blue: #0072b2; --star: #b34700; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8ebee; --faint: #a3adb7; --line: #4a545e; --paper: #15191d;
-  --panel: #1e242a; --blue: #56b4e9; --star: #ff9a4d; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
-  font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
-main, header, footer { max-width: 70rem; margin: 0 auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 1.6rem 0 .2rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; }
-h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
-p, li { max-width: 46rem; overflow-wrap: anywhere; }
-.faint, figcaption, caption { color: var(--faint); font-size: .9rem; }
-.verdict { border-left: .3rem solid var(--star); background: var(--panel); padding: .8rem 1rem; font-size: 1.15rem;
-  margin: 1.2rem 0; max-width: none; }
-.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .8rem; margin: 1rem 0; }
-.numbers div { background: var(--panel); padding: .7rem .9rem; border-radius: .4rem; }
-.numbers dt { color: var(--faint); font-size: .85rem; }
-.numbers dd { margin: 0; font-size: 1.35rem; font-weight: 600; }
-.numbers dd small { display: block; font-size: .8rem; font-weight: 400; color: var(--faint); }
-.whole { white-space: nowrap; }
-figure { margin: 1rem 0; }
-.scroll { overflow-x: auto; }
-.scroll:focus-visible { outline: 2px solid var(--blue); }
-figure svg { display: block; width: 100%; min-width: 33rem; max-width: 56rem; height: auto; }
-table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
-caption { text-align: left; padding-bottom: .4rem; }
-caption span { display: inline-block; position: sticky; left: 0; max-width: calc(100vw - 2rem); }
-th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-thead th { white-space: normal; vertical-align: bottom; }
-th.text, td.text { text-align: left; }
-tbody th { position: sticky; left: 0; background: var(--paper); font-weight: 400; }
-tr.best > * { font-weight: 700; }
-tr.best > th { color: var(--star); }
-td small, th small { color: var(--faint); font-weight: 400; display: block; }
-dl.facts { display: grid; grid-template-columns: minmax(8rem, 15rem) 1fr; gap: .15rem 1rem; margin: .4rem 0; }
-dl.facts dt { color: var(--faint); overflow-wrap: anywhere; }
-dl.facts dd { margin: 0; overflow-wrap: anywhere; }
-code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .88em; overflow-wrap: anywhere; }
-footer { margin: 2.5rem auto 2rem; }
-@media (max-width: 30rem) { dl.facts { grid-template-columns: 1fr; gap: 0; } dl.facts dd { margin-bottom: .45rem; } }
-@media print { .scroll { overflow: visible; } }
-"""
+SHARES = (0.1, 0.3, 0.6, 1.0)
+KIND_NAMES = ("plain", "lossless", "lossy")
 
 
-def render_index(run: Run, svg_text: str) -> str:
-    """The page of a run around its figure; `svg_text` is the text of pareto.svg, all else is escaped."""
-    manifest = run.manifest
-    title = f"{manifest.task} on {machine_name(manifest.hardware)}"
-    sampling = {name: "off" if value is None else value for name, value in manifest.sampling.model_dump().items()}
-    head = '<header><h1>{}</h1><p class="faint">{} · <span class="whole">{}</span></p></header>'
-    pair = f"{model_name(manifest.target)} with {model_name(manifest.draft)}"
+def render_page(
+    report: Report,
+    paretos: Sequence[tuple[str, str]],
+    by_run: Sequence[Sequence[Drawing]],
+    by_group: Sequence[Sequence[Drawing]],
+) -> str:
+    """The page around its pictures. paretos: name and SVG text of the front of each run."""
+    one = len(report.runs) == 1
+    first = report.runs[0]
+    title = f"{first.summary.task} on {first.label}" if one else _title(report)
+    created = ", ".join(dict.fromkeys(item.run.manifest.created for item in report.runs))
+    pairs = dict.fromkeys(
+        f"{model_name(item.run.manifest.target)} with {model_name(item.run.manifest.draft)}" for item in report.runs
+    )
     body = [
-        head.format(escape(title), escape(pair), escape(manifest.created)),
-        f'<main><p class="verdict">{escape(run.verdict)}</p>',
-        _status(run),
-        _numbers(run),
-        _section("Speed-up against loss", _figure(run, svg_text)),
-        _section("The front", _front_table(run)),
-        _section("How it was measured", _measured(run)),
-        _section("Machine", _facts(manifest.hardware)),
-        _section("Models", _models(run)),
-        _section("Workload and sampling", _facts(manifest.workload) + _facts(sampling)),
-        _section("The search", _search(run)),
-        _section("Versions", _facts(manifest.versions)),
-        _section("Notes", _list(manifest.notes)) if manifest.notes else "",
+        f"<header><h1>{escape(title)}</h1>",
+        f'<p class="faint">{escape("; ".join(pairs))} · <span>{escape(created)}</span></p></header>',
+        "<main>",
+        *(_verdict(item, one) for item in report.runs),
+        run_head(first.run) if one else "",
+        "" if one else section("Side by side", _devices(report.runs)),
+        "" if one else section("What may be compared", _comparison(report)),
+        _filter(report),
+        *(
+            section(_group_heading(report, place), _group(group, drawings, report), f"g{place}-")
+            for place, (group, drawings) in enumerate(zip(report.groups, by_group, strict=True), start=1)
+        ),
+        section("Not drawn, and why", _missing(report)),
+        *_runs(report, paretos, by_run),
         "</main>",
-        _footer(run),
+        '<footer class="faint">Rebuilt from run folders alone. All numbers: report.json; pictures beside it.</footer>',
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}: lossytune report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</body>\n</html>\n"
-    )
+    return frame(title, body)
 
 
-def _section(heading: str, content: str) -> str:
-    name = re.sub(r"[^a-z]+", "-", heading.lower())
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(heading)}</h2>\n{content}</section>'
+def _title(report: Report) -> str:
+    """What the runs are, and on which device where it is one."""
+    devices = {item.summary.device for item in report.runs}
+    where = f" on {devices.pop()}" if len(devices) == 1 else ""
+    return f"{len(report.runs)} runs{where}: {'; '.join(item.label for item in report.runs)}"
 
 
-def _status(run: Run) -> str:
-    """A sentence when the run did not end as planned."""
-    if run.manifest.status == "complete":
-        return ""
-    return f"<p><strong>This run is not complete</strong> (status: {escape(run.manifest.status)}).</p>"
+def _verdict(item: RunReport, one: bool) -> str:
+    stored = item.run.verdict
+    name = "" if one else f"<strong>{escape(item.label)}:</strong> "
+    more = f"<br><small>{escape(stored)}</small>" if stored != item.summary.sentence else ""
+    suspects = "".join(f'<p class="refused">{escape(said)}</p>' for said in item.suspects)
+    made_up = item.summary.made_up
+    warning = f'<p class="refused"><strong>Not measured, made up:</strong> {escape(made_up)}</p>' if made_up else ""
+    return f'<p class="verdict">{name}{escape(item.summary.sentence)}{more}</p>{warning}{suspects}'
 
 
-def _numbers(run: Run) -> str:
-    """The recommended point in large numbers."""
-    best = run.recommended
-    if not best:
-        return ""
-    live = best.measured
-    items = [
-        ("Speed-up", speedup_text(live.speedup if live else None)),
-        ("Speed-up with prefill", speedup_text(live.end_to_end_speedup if live else None)),
-        ("Perplexity loss, %", loss_text(best.quality.perplexity_ratio)),
-        ("Tokens per second", number(live.tokens_per_s if live else None, 1)),
-        ("Plain, tokens per second", number(live.plain_tokens_per_s if live else None, 1)),
+def _devices(runs: Sequence[RunReport]) -> str:
+    """One row a run, on absolute axes."""
+
+    def cell(estimate: Estimate | None) -> str:
+        value, _, ends = speed_text(estimate).partition(" (")
+        return escape(value) + (f"<small>{escape(ends.rstrip(')'))}</small>" if ends else "")
+
+    heads = [
+        "run",
+        "task",
+        "batch",
+        "tokens/s",
+        "lossless tokens/s",
+        "plain tokens/s",
+        "with prefill",
+        "J/token",
+        "largest batch",
     ]
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{_two_lines(text)}</dd></div>" for name, text in items)
-    return f'<p>Recommended: {escape(describe_point(best))}</p><dl class="numbers">{cells}</dl>'
+    rows = [
+        [
+            escape(item.label),
+            escape(item.summary.task),
+            NA if item.summary.batch is None else str(item.summary.batch),
+            cell(item.summary.speed_tokens_per_s),
+            cell(item.summary.lossless_tokens_per_s),
+            cell(item.summary.plain_tokens_per_s),
+            cell(item.summary.served_tokens_per_s),
+            cell(item.summary.joules_per_token),
+            NA if item.summary.largest_batch is None else f"{item.summary.largest_batch:,}",
+        ]
+        for item in runs
+    ]
+    return table("Measured live on one device, whole batch; small: 95 % intervals over blocks.", heads, rows, 2)
 
 
-def _two_lines(cell: str) -> str:
-    """A cell with its interval, if it has one, on a second line."""
-    value, bracket, interval = cell.partition(" [")
-    return escape(value) + (f"<small>{escape(bracket.strip() + interval)}</small>" if bracket else "")
-
-
-def _figure(run: Run, svg_text: str) -> str:
-    """The inline figure with its text alternative and caption."""
-    info = pareto_info(run)
-    places = [f"{point.label} {point.place[1]:.2f}x at {point.place[0]:+.2f} %" for point in info.drawn]
-    said = "; ".join(places) or f"no confirmed point, {len(info.searched)} searched points by their prediction"
-    alt = f"{info.title}, {info.subtitle}. {said}."
-    caption = "Coloured: measured live, with 95 % intervals. Grey: searched, by their prediction."
-    if not info.drawn:
-        caption = "No point was confirmed: all points are predictions of the search."
-    return (
-        f'<figure><div class="scroll" tabindex="0" role="region" aria-label="Figure">{_inline(svg_text, alt)}</div>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
+def _comparison(report: Report) -> str:
+    """The refusals, the ranking, and the table that both rest on."""
+    parts = [f'<p class="refused">{escape(said)}.</p>' for said in report.refusals]
+    for group in report.groups:
+        parts.append(bullets(group.ranking) if group.ranking else "")
+        parts.append(bullets(f"Note: {said}" for said in group.footnotes) if group.footnotes else "")
+    heads = ["field", "must agree", *(item.label for item in report.runs)]
+    rows = [
+        [
+            escape(row.name),
+            "yes" if row.required else "no",
+            *(f"{'≠ ' if row.differs else ''}{escape(_value(value))}" for value in row.values),
+        ]
+        for row in report.compared
+    ]
+    return "".join(parts) + table(
+        "≠: the runs differ. What must agree and does not is never drawn together.", heads, rows, 99
     )
 
 
-def _inline(svg_text: str, alt: str) -> str:
-    """The `<svg>` element alone, named for screen readers, with the theme's colours."""
-    svg = svg_text[svg_text.index("<svg") :]
-    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    head, _, rest = svg.partition(">")
-    head = re.sub(r'\s(width|height)="[^"]*"', "", head)
-    for colour, variable in THEMED.items():
-        rest = rest.replace(colour, f"var({variable})")
-    return f'{head} role="img" aria-label="{escape(alt)}">{rest.strip()}'
+def _value(value: object) -> str:
+    text = ABSENT if value is None else str(value)
+    if isinstance(value, Mapping):
+        text = ", ".join(f"{name} {item}" for name, item in value.items() if item is not None and item != 1.0)
+    return f"{text[:12]}…" if re.fullmatch(r"[0-9a-f]{32,}", text) else text
 
 
-def _front_table(run: Run) -> str:
-    """The front, one row a point."""
-    if not run.points:
-        return "<p>No point was confirmed by a live measurement.</p>"
-    head = "".join(f'<th scope="col"{_text_class(name)}>{_two_lines(name)}</th>' for name in HEADINGS)
-    head = head.replace("speed-up", "speed&#8209;up").replace("tokens/round", "tokens/<wbr>round")
-    rows = "".join(_row(point) for point in run.points)
-    notes = [f"{describe_point(point)}: {point.note}" for point in run.points if point.note]
+def _filter(report: Report) -> str:
+    """Check boxes that hide marks in all figures; shown by the script, since nothing else could act on them."""
+    names = [item.label for item in report.runs]
+    for group in report.groups:
+        names += [name for name in group.group.devices() if name not in names]
+    runs = [_box("run", name) for name in names] if len(names) > 1 else []
+    kinds = [_box("kind", name) for name in KIND_NAMES]
+    return f'<fieldset class="filter" hidden><legend>Show</legend>{"".join(runs + kinds)}</fieldset>'
+
+
+def _box(kind: str, name: str) -> str:
+    return f'<label><input type="checkbox" name="{kind}" value="{escape(name)}" checked> {escape(name)}</label>'
+
+
+def _group_heading(report: Report, place: int) -> str:
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Table of the front"><table>'
-        "<caption><span>Confirmed points, slowest first; * is recommended. Intervals are 95 %.</span></caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>" + (_list(notes) if notes else "")
+        "On absolute axes"
+        if len(report.groups) == 1
+        else f"On absolute axes: {'; '.join(report.groups[place - 1].group.labels)}"
     )
 
 
-def _row(point: FrontPoint) -> str:
-    first, *rest = zip(HEADINGS, table_cells(point), strict=True)
-    cells = "".join(f"<td{_text_class(name)}>{_two_lines(cell)}</td>" for name, cell in rest)
-    style = ' class="best"' if point.recommended else ""
-    return f'<tr{style}><th scope="row" class="text">{escape(first[1])}</th>{cells}</tr>'
+def _group(group: GroupReport, drawings: Sequence[Drawing], report: Report) -> str:
+    parts = [gallery(drawings), _costs(group, report), _capacity(group, report), _prediction(group)]
+    return "".join(part for part in parts if part)
 
 
-def _text_class(heading: str) -> str:
-    return ' class="text"' if heading in TEXT_HEADINGS else ""
+def _costs(group: GroupReport, report: Report) -> str:
+    """The cost curve as a table: a million tokens at four utilisations."""
+    rows = []
+    for run, label in zip(group.group.runs, group.group.labels, strict=True):
+        price, best = report.prices.get(run.device), run.recommended
+        speed = served_speed(run, best) if best else None
+        if price and speed:
+            costs = [three(cost_per_million(price.per_hour, speed.value, share)) for share in SHARES]
+            rows.append([escape(label), escape(f"{three(price.per_hour)} {price.currency}"), *costs])
+    if not rows:
+        return ""
+    heads = ["run", "an hour", *(f"at {share:.0%}" for share in SHARES)]
+    terms = report.options.prices
+    caption = f"{terms.currency} a million tokens, recommended point, by utilisation. {origin_text(terms)}"
+    return f"<h3>Cost</h3>{table(caption, heads, rows)}"
 
 
-def _measured(run: Run) -> str:
-    """What the numbers mean, and on how much they rest."""
+def _capacity(group: GroupReport, report: Report) -> str:
+    """Devices for the demand, with every assumption."""
+    demand = report.options.demand
+    if demand is None:
+        return ""
+    rows, notes = [], []
+    for run, label, results in zip(group.group.runs, group.group.labels, group.capacity, strict=True):
+        price = report.prices.get(run.device)
+        for result in results:
+            fleet = NA
+            if price and result.devices:
+                fleet = f"{three(result.devices * price.per_hour)} {price.currency}"
+            p95 = result.p95_by_devices.get(result.devices) if result.devices else None
+            count = str(result.devices) if result.devices else f"none: {result.reason}"
+            rows.append(
+                [escape(label), escape(result.kind), escape(count), NA if p95 is None else f"{three(p95)} s", escape(fleet)]
+            )
+            notes.append(f"{label}: {result.prefill_note}")
+    caption = (
+        f"{demand.requests_per_s:g} requests/s of {demand.input_tokens} tokens in and {demand.output_tokens} out, "
+        f"95 % within {demand.p95_s:g} s. Simulated from the cost table, not measured."
+    )
+    body = (
+        table(caption, ["run", "decoding", "devices", "p95", "all of them, an hour"], rows, 2)
+        if rows
+        else "<p>No run has a cost table and trials.</p>"
+    )
+    once = ASSUMPTIONS if group is report.groups[0] else ("The assumptions are those above.",)
+    return f"<h3>Devices for a load</h3>{body}{bullets([*dict.fromkeys(notes), *once])}"
+
+
+def _prediction(group: GroupReport) -> str:
+    """What the predicted devices rest on."""
+    roofline = group.roofline
+    if roofline is None:
+        return ""
+    if not isinstance(roofline, Roofline):
+        return f'<h3>Prediction</h3><p class="refused">Nothing was predicted. {escape(roofline)}.</p>'
+    fit = roofline.fit
     lines = [
-        "Loss is the exact perplexity of the decoder over that of the reference target on the same held-out text, "
-        "computed from both models' probabilities, without sampling; its interval is a paired bootstrap over texts.",
-        "Confirmed points carry the loss on the half of the workload that the search never saw.",
+        f"Fitted on {', '.join(roofline.machines)}: {fit.e_bandwidth:.0%} of the bandwidth, {fit.e_flops:.0%} of the "
+        f"arithmetic, {1e3 * fit.overhead_s:.3g} ms a pass besides.",
+        f"Error: {roofline.error}.",
+        "The tokens a round transfer from the measured run; the time of a pass is max(bytes/bandwidth, FLOP/rate) + "
+        "overhead. Prompt lookup and the host are taken to be as fast as on the measured machine; no prefill is predicted.",
+        *roofline.warnings,
+        *group.unpredicted,
     ]
-    for corpus in dict.fromkeys(point.quality.corpus for point in run.points):
-        sizes = [(p.quality.tokens, p.quality.texts) for p in run.points if p.quality.corpus == corpus]
-        tokens, texts = (_span(values) for values in zip(*sizes, strict=True))
-        lines.append(f"Text: {CORPORA[corpus]}, {tokens} tokens in {texts} texts.")
-    live = [point.measured for point in run.points if point.measured]
-    if live:
-        lines.append(
-            f"Speed-up is of decoding, over the fastest plain decoding, in interleaved blocks ({live[0].design}, "
-            f"{_span([one.blocks for one in live])} blocks a point, {_span([one.tokens for one in live])} tokens)."
-        )
-    if run.front and run.front.transformers_ratio:
-        lines.append(f"Plain decoding here over transformers' generate: {speedup_text(run.front.transformers_ratio)}.")
-    lines.append("Searched points were never run: their speed-up is predicted by replay and a measured cost table.")
-    return _list(lines)
+    points = {(point.device, point.kind, point.batch): point for point in group.group.predicted}
+    batches = sorted({batch for _, _, batch in points})
+    rows = []
+    for device, kind in dict.fromkeys((device, kind) for device, kind, _ in points):
+        cells = [points.get((device, kind, batch)) for batch in batches]
+        speeds = [
+            f"{three(one.tokens_per_s)}<small>{three(one.low)}-{three(one.high)}</small>" if one else NA for one in cells
+        ]
+        rows.append([escape(device), escape(kind), *speeds])
+    heads = ["device", "decoding", *(f"batch {batch}" for batch in batches)]
+    body = table("Predicted, not measured: tokens/s a device and its range, by batch size.", heads, rows, 2)
+    return f"<h3>Prediction</h3>{body if rows else ''}{bullets(lines)}"
 
 
-def _span(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+def _missing(report: Report) -> str:
+    """All figures that are absent, each reason once."""
+    said = [f"{item.title}: {item.reason}." for group in report.groups for item in group.gallery.missing]
+    for run in report.runs:
+        name = "" if len(report.runs) == 1 else f"{run.label}, "
+        said += [f"{name}{item.title}: {item.reason}." for item in run.gallery.missing]
+    return bullets(dict.fromkeys(said)) if said else "<p>Nothing: every figure has its data.</p>"
 
 
-def _models(run: Run) -> str:
-    manifest = run.manifest
-    parts = [f"<h3>Target</h3>{_facts(manifest.target)}", f"<h3>Draft</h3>{_facts(manifest.draft)}"]
-    return "".join(parts) + _facts({"tokenizer_sha256": manifest.tokenizer_sha256})
-
-
-def _search(run: Run) -> str:
-    """What was tried, what failed and why, and what was left out."""
-    manifest, counts = run.manifest, run.counts
-    parts = [f"<p>{counts.complete} complete, {counts.infeasible} infeasible, {counts.failed} failed trials.</p>"]
-    for state, heading in (("failed", "Why trials failed"), ("infeasible", "Why trials were infeasible")):
-        if reasons := run.reasons(state):
-            parts.append(f"<h3>{heading}</h3>" + _list(f"{count} × {reason}" for reason, count in reasons))
-    parts.append("<h3>Left out of the space</h3>")
-    parts.append(_facts(manifest.excluded) if manifest.excluded else "<p>Nothing.</p>")
-    parts.append(f"<h3>Space</h3>{_facts(manifest.space)}<h3>Configuration</h3>{_facts(manifest.config)}")
-    cost: dict[str, Any] = {f"{name}_s": value for name, value in manifest.timings_s.items()}
-    cost |= {"peak_memory_bytes": manifest.peak_memory_bytes, "seed": manifest.seed}
-    return "".join(parts) + f"<h3>Cost and seed</h3>{_facts(cost)}"
-
-
-def _footer(run: Run) -> str:
-    command = " ".join(run.manifest.command)
-    return f'<footer class="faint">Command: <code>{escape(command)}</code>. All numbers: report.json.</footer>'
-
-
-def _list(items: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
-
-
-def _facts(data: Mapping[str, Any]) -> str:
-    """Nested data as a list of names and values."""
-    if not data:
-        return "<p>Nothing recorded.</p>"
-    items = ("".join((f"<dt>{escape(_name(path))}</dt>", f"<dd>{_value(path[-1], value)}</dd>"))
-             for path, value in flatten(dict(data)))  # fmt: skip
-    return f'<dl class="facts">{"".join(items)}</dl>'
-
-
-def _name(path: Sequence[str]) -> str:
-    return " / ".join(part.removesuffix("_bytes").removesuffix("_s").replace("_", " ") for part in path)
-
-
-def _value(key: str, value: Any) -> str:
-    """A value for people: n/a for None, bytes and seconds with their unit, hashes as code."""
-    if value is None or value == {} or value == []:
-        return NA if value is None else "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float) and key.endswith("_bytes"):
-        return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.1f} MiB"
-    if isinstance(value, int | float) and key.endswith("_s"):
-        return f"{value:,.4g} s"
-    if isinstance(value, list | tuple):
-        simple = all(isinstance(item, str | int | float) for item in value)
-        return escape(", ".join(map(str, value)) if simple else json.dumps(value, ensure_ascii=False))
-    text = escape(str(value))
-    return f"<code>{text}</code>" if "sha256" in key or key in ("revision", "path") else text
+def _runs(report: Report, paretos: Sequence[tuple[str, str]], by_run: Sequence[Sequence[Drawing]]) -> list[str]:
+    """The runs one after the other; folded where there are several."""
+    if len(report.runs) == 1:
+        return [run_sections(report.runs[0], paretos[0], by_run[0])]
+    return [
+        f"<details><summary>{escape(item.label)}: the run by itself</summary>"
+        f"{run_head(item.run)}{run_sections(item, pareto, drawings, f'r{place}-')}</details>"
+        for place, (item, pareto, drawings) in enumerate(zip(report.runs, paretos, by_run, strict=True), start=1)
+    ]

@@ -1,4 +1,4 @@
-"""Reads a run folder (manifest.json, trials.jsonl, front.json) into one immutable `Run`."""
+"""Reads a run folder (manifest, trials, front, live runs, cost table) into one immutable `Run`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.records import Front, FrontPoint, RunManifest, TrialRecord, read_record, read_records
+from lossyspec.records import BlockRecord, Front, FrontPoint, RunManifest, TrialRecord, read_record, read_records
+
+from .costs import Costs, read_costs
 
 NO_REASON = "no reason recorded"
 
@@ -30,12 +32,28 @@ class Counts:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds. `front` is None when the run ended before its points were confirmed."""
+    """What a run folder holds. `front` is None when the run ended before its points were confirmed.
+
+    blocks: the live runs, the last of each contestant in each block. costs: None when the folder has no cost table.
+    """
 
     folder: Path
     manifest: RunManifest
     trials: tuple[TrialRecord, ...]
     front: Front | None
+    blocks: tuple[BlockRecord, ...] = ()
+    costs: Costs | None = None
+
+    @property
+    def device(self) -> str:
+        """Name of the device that the run was made on."""
+        return machine_name(self.manifest.hardware)
+
+    @property
+    def made_up(self) -> str | None:
+        """How the run came about when it was not measured, as its configuration says; None for a measured one."""
+        said = self.manifest.config.get("made_up")
+        return str(said) if said else None
 
     @property
     def points(self) -> tuple[FrontPoint, ...]:
@@ -85,7 +103,12 @@ def load_run(folder: Path) -> Run:
     trials = tuple(read_records(folder / "trials.jsonl", TrialRecord))
     front_path = folder / "front.json"
     front = read_record(front_path, Front) if front_path.exists() else None
-    return Run(folder, manifest, trials, front)
+    blocks = {
+        (record.block, record.contestant): record for record in read_records(folder / "measurements.jsonl", BlockRecord)
+    }  # a block that was cut off and run again is stored twice
+    costs_path = folder / "costs.json"
+    costs = read_costs(costs_path) if costs_path.exists() else None
+    return Run(folder, manifest, trials, front, tuple(blocks.values()), costs)
 
 
 def machine_name(hardware: dict[str, Any]) -> str:

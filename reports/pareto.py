@@ -12,6 +12,7 @@ from typing import Literal
 from lossyspec.records import FrontPoint, TrialRecord
 
 from .load import Counts, Run, machine_name, model_name
+from .speeds import noise_band
 
 Interval = tuple[float, float]
 Kind = Literal["plain", "lossless", "lossy"]
@@ -83,6 +84,8 @@ class ParetoInfo:
     has_front: bool
     confirmed_left_out: int  # points of the front without a measured speed-up or a ratio
     searched_left_out: int  # trials that did not fail but have no prediction or no ratio
+    lossless_speedup: float | None = None  # of the fastest measured lossless point
+    noise_band: Interval | None = None  # 95 % range of plain decoding over itself
 
     @property
     def drawn(self) -> tuple[ConfirmedPoint, ...]:
@@ -147,6 +150,8 @@ def pareto_info(run: Run) -> ParetoInfo:
         has_front=run.front is not None,
         confirmed_left_out=sum(not point.drawable for point in confirmed),
         searched_left_out=len(tried) - len(searched),
+        lossless_speedup=max((p.speedup for p in confirmed if p.kind == "lossless" and p.speedup), default=None),
+        noise_band=noise_band(run),
     )
 
 

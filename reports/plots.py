@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lossyspec.records import write_bytes, write_text
-
+from .canvas import FAINT, INK, LINE, PAPER, canvas_style, fitted, save_figure
+from .draw import Tip
 from .pareto import ConfirmedPoint, ParetoInfo, SearchedPoint, View, footnote, view
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: neutral colours; the HTML page turns them into its own light or dark ones
-INK, FAINT, LINE, PAPER = "#1f2328", "#6a737d", "#b4bcc5", "#ffffff"
 #: Okabe-Ito colours and a marker each, so that no kind is told by colour alone
 COLOURS = {"plain": "#1f2328", "lossless": "#009e73", "lossy": "#0072b2", "recommended": "#d55e00"}
 MARKERS = {"plain": "s", "lossless": "^", "lossy": "o"}
-PNG_DPI = 150
 MANY = 2000  # from here on searched points are a picture inside the SVG
 HIDDEN = 1000.0  # cost of a label from which on it covers something
 LEADER = 18.0  # a label farther than this, in points, gets a line to its marker
@@ -37,7 +31,7 @@ OFFSETS = [
 
 def draw_pareto(info: ParetoInfo) -> Figure:
     """The front: loss against speed-up, confirmed points with their intervals over the searched ones."""
-    with _style():
+    with canvas_style():
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -57,43 +51,27 @@ def draw_pareto(info: ParetoInfo) -> Figure:
         return figure
 
 
-def figure_svg(figure: Figure) -> str:
-    """The figure as SVG text, the same for the same info."""
-    stream = io.StringIO()
-    with _style():
-        figure.savefig(stream, format="svg", dpi=PNG_DPI, metadata={"Date": None, "Creator": None}, facecolor=PAPER)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+def pareto_tips(info: ParetoInfo, run: str) -> dict[str, Tip]:
+    """What is said of each confirmed point, by the id of its SVG element."""
+    tips = {}
+    for point in info.drawn:
+        loss, speedup = point.place
+        band = point.bars[1]
+        ends = f" ({band[0]:.2f}-{band[1]:.2f})" if band else ""
+        text = f"{point.label}, trial {point.trial}: {speedup:.2f}x{ends} at {loss:+.2f} %, measured live"
+        tips[f"p{point.trial}"] = Tip(text, run, point.kind)
+    return tips
 
 
-def save_pareto(info: ParetoInfo, folder: Path) -> list[Path]:
-    """Writes pareto.png and pareto.svg into the folder, atomically; returns their paths."""
-    figure = draw_pareto(info)
-    stream = io.BytesIO()
-    with _style():
-        figure.savefig(stream, format="png", dpi=PNG_DPI, facecolor=PAPER)
-    png, svg = folder / "pareto.png", folder / "pareto.svg"
-    write_bytes(png, stream.getvalue())
-    write_text(svg, figure_svg(figure))
-    return [png, svg]
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    """matplotlib's defaults whatever the user's matplotlibrc says; a missing glyph is a box, not a warning."""
-    import matplotlib
-    import matplotlib.style
-
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.style.use("default")
-        matplotlib.rcParams.update({"svg.hashsalt": "lossytune", "font.size": 10.5, "axes.unicode_minus": False})
-        warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")
-        yield
+def save_pareto(info: ParetoInfo, folder: Path, name: str = "pareto") -> list[Path]:
+    """Writes the front as PNG and SVG into the folder, atomically; returns their paths."""
+    return save_figure(draw_pareto(info), folder, name)
 
 
 def _draw_frame(figure: Figure, axes: Axes, info: ParetoInfo) -> None:
     """Titles, axis labels, ticks and grid."""
-    _fitted(figure, 0.945, info.title, fontsize=14, weight="bold", color=INK)
-    _fitted(figure, 0.9, info.subtitle, fontsize=9.5, color=FAINT)
+    fitted(figure, 0.945, info.title, fontsize=14, weight="bold", color=INK)
+    fitted(figure, 0.9, info.subtitle, fontsize=9.5, color=FAINT)
     axes.set_xlabel(info.x_label, color=INK, labelpad=7)
     figure.text(0.018, 0.545, info.y_label, color=INK, rotation=90, va="center")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+g} %" if abs(value) > 1e-9 else "0 %")
@@ -107,17 +85,14 @@ def _draw_frame(figure: Figure, axes: Axes, info: ParetoInfo) -> None:
         spine.set_color(LINE)
 
 
-def _fitted(figure: Figure, y: float, words: str, **style: Any) -> None:
-    """One line of plain text (no mathtext) across the figure, cut where it would leave it."""
-    text = figure.text(0.02, y, words[:200], parse_math=False, **style)
-    while text.get_window_extent().x1 > 0.95 * figure.bbox.width and len(text.get_text()) > 2:
-        text.set_text(text.get_text()[:-2] + "…")
-
-
 def _draw_lines(axes: Axes, info: ParetoInfo, limits: View) -> None:
     """The lines of no speed-up, of no loss, and of the limit."""
     axes.axhline(1.0, color=FAINT, linewidth=1.0, zorder=1.5)
     axes.axvline(0.0, color=FAINT, linewidth=1.0, zorder=1.5)
+    if info.noise_band is not None:
+        axes.axhspan(*info.noise_band, color=LINE, alpha=0.3, linewidth=0, zorder=1, label="plain against itself")
+    if info.lossless_speedup is not None:
+        axes.axhline(info.lossless_speedup, color=COLOURS["lossless"], linewidth=1.0, linestyle=(0, (1, 2)), zorder=1.5)
     if info.loss_limit is not None and limits.holds(info.loss_limit * 100):
         limit = info.loss_limit * 100
         axes.axvline(limit, color=INK, linewidth=1.3, linestyle=(0, (5, 4)), zorder=1.6)
@@ -151,12 +126,13 @@ def _draw_confirmed(axes: Axes, shown: Sequence[ConfirmedPoint]) -> None:
         x, y = point.place
         colour = COLOURS["recommended" if point.recommended else point.kind]
         beaten = _kind(point) == "beaten"
-        axes.errorbar(
+        bar = axes.errorbar(
             x, y, xerr=_arms(x, point.bars[0]), yerr=_arms(y, point.bars[1]),
             fmt="*" if point.recommended else MARKERS[point.kind], markersize=17 if point.recommended else 8,
             color=colour, markerfacecolor=PAPER if beaten else colour, markeredgecolor=colour if beaten else PAPER,
             markeredgewidth=1.2 if beaten else 0.8, ecolor=colour, elinewidth=1.2, capsize=3, zorder=5,
         )  # fmt: skip
+        bar.lines[0].set_gid(f"p{point.trial}")
 
 
 def _kind(point: ConfirmedPoint) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,12 +125,23 @@ def front_rows(run: Run) -> list[dict[str, Any]]:
     return [{name: read(point) for name, read in COLUMNS.items()} for point in run.points]
 
 
-def write_front_csv(run: Run, path: Path) -> Path:
-    """Writes the rows as CSV (an empty cell is an absent value), atomically; without rows it has its heading."""
+def write_front_csv(runs: Sequence[Run], path: Path) -> Path:
+    """Writes the points of all runs as CSV (an empty cell is an absent value), atomically; without any its heading."""
+    about = ("run", "device", "task")
+    rows = [
+        {"run": run.folder.resolve().name, "device": run.device, "task": run.manifest.task} | row
+        for run in runs
+        for row in front_rows(run)
+    ]
+    return write_csv(path, [*about, *COLUMNS], rows)
+
+
+def write_csv(path: Path, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes rows under a heading, atomically; None is an empty cell."""
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, fieldnames=list(COLUMNS), lineterminator="\n")
+    writer = csv.DictWriter(stream, fieldnames=list(names), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(front_rows(run))
+    writer.writerows(rows)
     write_text(path, stream.getvalue())
     return path
 

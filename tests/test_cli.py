@@ -151,8 +151,8 @@ def test_help_of_the_program_names_its_exit_codes_and_commands(cli: Cli) -> None
     ("args", "said"),
     [
         (("--task", "dialog"), "task is 'dialog'; allowed: dialogue, multiturn, .*Did you mean 'dialogue'"),
-        (("--precision", "fp23"), "precision is 'fp23'; allowed: fp32, bf16, fp16. Did you mean 'fp32'"),
-        (("--precision", "int4"), "precision is 'int4'; allowed: fp32, bf16, fp16"),
+        (("--precision", "fp23"), "precision is 'fp23'; allowed: fp32, bf16, fp16, int8, int4. Did you mean 'fp32'"),
+        (("--precision", "int2"), "precision is 'int2'; allowed: fp32, bf16, fp16, int8, int4"),
         (("--precision", ""), "precision is an empty list; allowed: auto, or some of fp32, bf16, fp16"),
         (("--precision", ","), "precision is an empty list"),
         (("--rules", "optimall"), "rule is 'optimall'; allowed: exact, .*Did you mean 'optimal'"),
@@ -378,7 +378,16 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) 
     assert plan["max_quality_loss"] == 0.0
     assert plan["sampling"]["temperature"] == 0.0
     assert plan["workload"]["source"] == "bundled"
-    assert set(plan["space"]) == {"draft_length", "precision", "batch_size", "rule", "alpha", "theta"}
+    assert set(plan["space"]) == {
+        "draft_length",
+        "precision",
+        "batch_size",
+        "rule",
+        "alpha",
+        "theta",
+        "source",
+        "min_match",
+    }
     assert list(tmp_path.iterdir()) == []
 
 
@@ -474,7 +483,8 @@ def test_report_rebuilds_its_files_and_prints_their_paths(cli: Cli, run: Path, t
     result = cli("report", str(run))
     assert (result.code, result.err) == (0, "")
     paths = [Path(line) for line in result.out.splitlines()]
-    assert {path.name for path in paths} == {"pareto.png", "pareto.svg", "front.csv", "report.json", "index.html"}
+    wanted = {"pareto.png", "pareto.svg", "front.csv", "summary.csv", "report.json", "report.pdf", "index.html"}
+    assert wanted <= {path.name for path in paths}
     assert all(path.parent == run / "report" and path.stat().st_size for path in paths)
     elsewhere = cli("report", str(run), "--out", "other")
     assert all((tmp_path / line).is_file() for line in elsewhere.out.splitlines())

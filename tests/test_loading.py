@@ -238,8 +238,8 @@ def test_the_identity_follows_the_weights_and_the_configuration_and_not_the_plac
 
 
 def test_a_precision_that_is_not_known_is_named(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="precision is 'int4'; allowed: fp32, bf16, fp16"):
-        load(str(folder), "int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="precision is 'int2'; allowed: fp32, bf16, fp16, int8, int4"):
+        load(str(folder), "int2")  # type: ignore[arg-type]
 
 
 def test_a_folder_without_a_model_is_refused_by_role_and_name(tmp_path: Path) -> None:

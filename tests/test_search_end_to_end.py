@@ -380,13 +380,14 @@ def test_a_greedy_search_with_the_target_as_its_own_draft(place: Path, tmp_path:
     for record in records:
         assert record.predicted is not None and record.quality is not None
         assert record.quality.perplexity_ratio.value == pytest.approx(1.0, abs=1e-9)
-        if record.settings.draft_length and record.settings.theta == 0:
+        drawn = record.settings.draft_length and record.settings.source == "draft"
+        if drawn and record.settings.theta == 0:
             assert record.predicted.acceptance == pytest.approx(1.0)
     for point in result.front.points:
         assert point.quality.corpus == "greedy_text"
         assert point.quality_references is None
         assert point.measured is not None
-        if point.kind != "plain" and point.settings.theta == 0:
+        if point.kind != "plain" and point.settings.source == "draft" and point.settings.theta == 0:
             assert point.measured.acceptance == pytest.approx(1.0)
     outputs: dict[int, set[Any]] = {}
     for block in blocks_of(result.folder):

@@ -13,8 +13,9 @@ from lossyspec.errors import LossyspecError
 from .cli_common import INTERRUPTED, Group
 from .cli_decode import detect, generate
 from .cli_distill import distill
-from .cli_files import profiles, report, show
+from .cli_files import profiles, show
 from .cli_quality import quality
+from .cli_report import report
 from .cli_search import search
 
 

@@ -21,7 +21,7 @@ from .config import parse_duration_s
 )
 @click.option("--tokens", type=int, default=300_000, help="Tokens that the target writes.")
 @click.option("--budget", default=None, help="Wall-clock time: 10m, 2h. [default: none]")
-@click.option("--from", "start", type=click.Path(path_type=Path), default=None, help="A head to go on from.")
+@click.option("--from", "start", type=click.Path(path_type=Path), default=None, help="A head to go on from. [default: none]")
 @click.option("--layers", type=int, default=1, help="Decoder layers of the head.")
 @click.option("--width", type=int, default=None, help="Hidden size of the head. [default: the target's]")
 @click.option("--vocab", type=int, default=8192, help="Most frequent tokens that the head can propose.")

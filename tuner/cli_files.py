@@ -1,4 +1,4 @@
-"""`lossytune show`, `report` and `profiles`: commands over stored files."""
+"""`lossytune show` and `profiles`: commands over stored files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show(path: Path, as_json: bool) -> None:
     if path.is_dir():
         if as_json:
             print_json(
-                import_module("lossyspec.reports.build").report_data(import_module("lossyspec.reports.load").load_run(path))
+                import_module("lossyspec.reports.data").report_data(import_module("lossyspec.reports.load").load_run(path))
             )
         else:
             show_run(path)
@@ -44,15 +44,6 @@ def _flat(data: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(data, dict) and data:
         return [row for name, value in data.items() for row in _flat(value, f"{prefix}.{name}" if prefix else name)]
     return [(prefix, json.dumps(data) if isinstance(data, list | dict) else data)]
-
-
-@click.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder of the outputs. [default: RUN/report]")
-def report(run: Path, out: Path | None) -> None:
-    """Rebuild every output of a run from its stored files."""
-    for path in import_module("lossyspec.reports.build").build_report(run, out):
-        click.echo(path)
 
 
 @click.group(cls=Group)
