@@ -379,7 +379,8 @@ def test_a_greedy_search_with_the_target_as_its_own_draft(place: Path, tmp_path:
     assert all(record.settings.tau == 1.0 for record in records)
     for record in records:
         assert record.predicted is not None and record.quality is not None
-        assert record.quality.perplexity_ratio.value == pytest.approx(1.0, abs=1e-9)
+        lossy_lookup = record.settings.source != "draft" and not record.settings.lossless
+        assert lossy_lookup or record.quality.perplexity_ratio.value == pytest.approx(1.0, abs=1e-9)
         drawn = record.settings.draft_length and record.settings.source == "draft"
         if drawn and record.settings.theta == 0:
             assert record.predicted.acceptance == pytest.approx(1.0)
@@ -390,9 +391,12 @@ def test_a_greedy_search_with_the_target_as_its_own_draft(place: Path, tmp_path:
         if point.kind != "plain" and point.settings.source == "draft" and point.settings.theta == 0:
             assert point.measured.acceptance == pytest.approx(1.0)
     outputs: dict[int, set[Any]] = {}
+    relaxed_lookup = {str(r.number) for r in records if r.settings.source != "draft" and not r.settings.lossless}
     for block in blocks_of(result.folder):
-        outputs.setdefault(block.block, set()).add(block.outputs)
-    assert all(len(texts) == 1 for texts in outputs.values()), "greedy: all contestants write the same, transformers too"
+        if block.contestant not in relaxed_lookup:
+            outputs.setdefault(block.block, set()).add(block.outputs)
+    assert all(len(texts) == 1 for texts in outputs.values()), "greedy: all others write the same, transformers too"
+    assert len({block.contestant for block in blocks_of(result.folder)} - relaxed_lookup) >= 3
     assert result.profile.sampling.temperature == 0.0
 
 
