@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -135,6 +135,16 @@ def ngram_chain(tokens: Sequence[int], settings: NgramSettings, limit: int) -> l
         chain.append((grown[place], match_confidence(length)))
         grown.append(grown[place])
     return chain
+
+
+@runtime_checkable
+class CompactDraft(Protocol):
+    """A draft whose q is 0 outside a support, and whose law along a given text can be computed."""
+
+    support: Tensor
+
+    def along(self, prompt: list[int], output: list[int], features: Tensor | None, depths: int) -> list[Tensor]:
+        """fp32 logits (len(output), S) of q at each position of an output, by depth in the round; one: the same at all."""
 
 
 class StatelessDraft:

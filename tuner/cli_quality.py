@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--profile", required=True, metavar="FILE", help="The profile to judge. [default: none, it must be given]")
+@click.option("--profile", default=None, required=True, metavar="FILE", help="The profile to judge. [default: none]")
 @click.option(
-    "--prompts", type=click.Path(path_type=Path), required=True, metavar="FILE",
+    "--prompts", type=click.Path(path_type=Path), default=None, required=True, metavar="FILE",
     help="JSONL: messages or prompt, with reference (a text or a list), or with test and entry_point. "
-    "[default: none, it must be given]",
+    "[default: none]",
 )  # fmt: skip
 @click.option("--metric", default="auto", metavar="NAME", help=f"auto, {', '.join(METRICS)}.")
 @click.option("--run-code", is_flag=True, help="Allow pass1 to run the code that the model writes, with limits.")
