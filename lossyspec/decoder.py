@@ -40,12 +40,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. tokens: ids, with the EOS token where that ended it. finish_reason: `stop` or `length`."""
+    """One answer. tokens: ids, with the EOS token where that ended it. finish_reason: `stop` or `length`. relaxed: which
+    tokens a rule with alpha over 0 let through or drew."""
 
     text: str
     tokens: list[int]
     prompt_tokens: int
     finish_reason: str
+    relaxed: tuple[bool, ...] = field(default=(), compare=False)
 
 
 @dataclass
@@ -253,7 +255,7 @@ class Decoder:
     def _completion(self, row: Row, stopping: Stopping) -> Completion:
         text = final_text(row.output, stopping, self.tokenizer) if self.tokenizer is not None else ""
         assert row.finish_reason is not None
-        return Completion(text, row.output, len(row.prompt), row.finish_reason)
+        return Completion(text, row.output, len(row.prompt), row.finish_reason, tuple(row.relaxed))
 
     def stream(
         self,
