@@ -64,6 +64,14 @@ class Proposal:
         return Proposal(self.tokens, self.lengths, q, self.steps)
 
     @staticmethod
+    def of_chains(chains: Sequence[Sequence[int]], device: torch.device, steps: int = 0) -> Proposal:
+        """What a deterministic draft says for each row."""
+        width = max(map(len, chains), default=0)
+        padded = [[*chain, *[0] * (width - len(chain))] for chain in chains]
+        tokens = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(chains), width)
+        return Proposal(tokens, [len(chain) for chain in chains], None, steps)
+
+    @staticmethod
     def empty(rows: int, device: torch.device) -> Proposal:
         """Nothing drafted in any row."""
         return Proposal(torch.zeros(rows, 0, dtype=torch.long, device=device), [0] * rows, None, 0)
@@ -185,10 +193,7 @@ class NgramDraft(StatelessDraft):
                     break
                 chain.append(token)
             chains.append(chain)
-        width = max((len(chain) for chain in chains), default=0)
-        padded = [chain + [0] * (width - len(chain)) for chain in chains]
-        tokens = torch.tensor(padded, dtype=torch.long, device=self.device).reshape(len(chains), width)
-        return Proposal(tokens, [len(chain) for chain in chains], None, 0)
+        return Proposal.of_chains(chains, self.device)
 
 
 def draw_round(

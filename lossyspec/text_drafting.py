@@ -11,6 +11,7 @@ from torch import Tensor
 from .drafting import Proposal, Request, draw_round, shared_length
 from .errors import ConfigurationError
 from .runner import Runner
+from .sampling import probabilities
 from .vocabulary import SharedTokens, Translator, shared_tokens
 
 logger = logging.getLogger("lossytune")
@@ -58,8 +59,11 @@ class TextDraft:
 
     @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
-        """Draws from q over the shared tokens. A row whose text does not fit the draft's positions drafts nothing."""
+        """Draws from q over the shared tokens; lossless and greedy, says text, see `_say`. A row whose text does not fit the
+        draft's positions drafts nothing."""
         prefixes = [list(prefix) for prefix in request.prefixes]
+        if request.sampling.temperature == 0 and request.settings.lossless and not request.penalised:
+            return self._say(request, prefixes)
 
         def law(column: int, drafted: Tensor) -> Tensor:
             grown = [[*prefix, *new] for prefix, new in zip(prefixes, drafted.tolist(), strict=True)]
@@ -69,12 +73,33 @@ class TextDraft:
                 logits = everywhere.index_copy_(-1, self.support, logits)
             return request.law(logits, drafted)
 
-        room = self.runner.position_limit
-        live = [
-            limit > 0 and (room is None or len(self._translate(prefix)) + 2 * limit <= room)
-            for prefix, limit in zip(prefixes, request.limits, strict=True)
-        ]
+        live = [self._fits(self._translate(prefix), limit) for prefix, limit in zip(prefixes, request.limits, strict=True)]
         return draw_round(request, law, live, self.runner.device, None if request.penalised else self.support)
+
+    def _fits(self, text: list[int], limit: int) -> bool:
+        room = self.runner.position_limit
+        return limit > 0 and (room is None or len(text) + 2 * limit <= room)
+
+    def _say(self, request: Request, prefixes: list[list[int]]) -> Proposal:
+        """The draft's own most likely tokens, as many as the row may draft, encoded for the target: also what they do not
+        share. Only where the target's greedy choice decides: there what is proposed changes the speed alone."""
+        texts = list(map(self._translate, prefixes))
+        said: list[list[int]] = [[] for _ in texts]
+        live, steps = [self._fits(text, limit) for text, limit in zip(texts, request.limits, strict=True)], 0
+        while any(live):
+            logits = self._logits([text + new for text, new in zip(texts, said, strict=True)])
+            q = probabilities(logits[:, 0], request.sampling, request.settings.tau)
+            best, steps = q.max(-1), steps + 1
+            for row, (confidence, token) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+                live[row] = live[row] and confidence >= request.settings.theta
+                if live[row]:
+                    said[row].append(token)
+                    live[row] = len(said[row]) < request.limits[row] and token != self._translate.draft.eos_token_id
+        chains = [
+            self._translate.back(prefix, text, new)[:limit]
+            for prefix, text, new, limit in zip(prefixes, texts, said, request.limits, strict=True)
+        ]
+        return Proposal.of_chains(chains, self.runner.device, steps)
 
     @torch.inference_mode()
     def along(self, prompt: list[int], output: list[int], features: Tensor | None, depths: int) -> list[Tensor]:
@@ -87,7 +112,11 @@ class TextDraft:
         return text if self.runner.position_limit is None else text[: self.runner.position_limit]
 
     def _next(self, texts: list[list[int]]) -> Tensor:
-        """fp32 logits (batch, 1, S) of the token after each text, in the draft's ids; reads what the cache lacks of it."""
+        """fp32 logits (batch, 1, S) of the token after each text, which is in the draft's ids."""
+        return self._logits(texts)[..., self._columns]
+
+    def _logits(self, texts: list[list[int]]) -> Tensor:
+        """fp32 logits (batch, 1, V of the draft) of the token after each text; reads what the cache lacks of it."""
         texts = list(map(self._fitting, texts))
         starts = [shared_length(read, text[:-1]) for read, text in zip(self._read, texts, strict=True)]
         counts = [len(text) - start for text, start in zip(texts, starts, strict=True)]
@@ -98,7 +127,7 @@ class TextDraft:
         logits = self.runner.logits(torch.tensor(unread, device=self.runner.device), starts)
         self._read = texts
         last = torch.tensor(counts, device=logits.device) - 1
-        return logits[torch.arange(len(texts), device=logits.device), last][:, None, self._columns]
+        return logits[torch.arange(len(texts), device=logits.device), last][:, None]
 
 
 def make_text_draft(draft: Any, target_tokenizer: Any, vocab_size: int) -> TextDraft:

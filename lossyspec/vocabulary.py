@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+#: with so many of the target's last tokens a continuation is encoded, the first that stay as they are
+_TAILS = (8, 2, 0)
 #: put before a token so that a decoder which drops a leading space has nothing to drop
 _ANCHORS = ("a", "x", "0", ".")
 
@@ -85,3 +87,23 @@ class Translator:
         """Ids of the draft, at least one."""
         text = self.target.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [*self._begin, *_encode(self.draft, text.rstrip("\ufffd"))] or [self._empty]
+
+    def back(self, tokens: list[int], read: list[int], new: list[int]) -> list[int]:
+        """The target's tokens for what the draft's `new` tokens say after `read`, the translation of `tokens`.
+
+        They go on from `tokens` as far as the encoding of its end stays as it is. The draft's end of text is the target's.
+        """
+        ended = bool(new) and new[-1] == self.draft.eos_token_id
+        old, grown = (
+            self.draft.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for ids in (read, read + new)
+        )
+        said = grown[len(old) :].rstrip("\ufffd") if grown.startswith(old) else ""
+        found: list[int] = []
+        for size in _TAILS if said else ():
+            tail = tokens[len(tokens) - size :] if size else []
+            found = _encode(self.target, _decode(self.target, tail) + said)
+            if found[: len(tail)] == tail:
+                found = found[len(tail) :]
+                break
+        return [*found, self.target.eos_token_id] if ended and self.target.eos_token_id is not None else found

@@ -167,6 +167,46 @@ def test_greedy_is_token_identical_to_the_target_alone(architecture: str) -> Non
         assert 0 < got.stats.accepted < got.stats.drafted
 
 
+@pytest.mark.parametrize(
+    ("tokens", "new", "expected"),
+    [
+        ([3], [3, 2, 1, 1], [6]),  # after c: a b c c is one token of the target, which the draft lacks
+        ([3], [3, 2], [4]),
+        ([1], [2, 1, 1], [2, 5]),  # after a: "abcc" would change the token before, so "bcc" is encoded alone
+        ([3], [5, 0], [4, 3, 0]),  # abc, end of text
+        ([3], [], []),
+        ([0], [0], [0]),
+    ],
+)
+def test_what_the_draft_says_is_encoded_for_the_target(tokens: list[int], new: list[int], expected: list[int]) -> None:
+    translate = Translator(TARGET, DRAFT)
+    assert translate.back(tokens, translate(tokens), new) == expected
+
+
+@torch.inference_mode()
+def test_lossless_greedy_drafts_are_the_drafts_own_text_up_to_theta_and_the_limit() -> None:
+    draft, model = tiny_draft()
+    rows, limits = [[3], [1, 4, 3], [2, 2]], [5, 2, 0]
+    draft.start(rows, 64)
+    generator = torch.Generator().manual_seed(0)
+    for theta in (0.0, 0.5):
+        proposal = draft.propose(Request(rows, limits, Settings(theta=theta), Sampling(temperature=0.0), generator))
+        assert proposal.q is None
+        for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
+            text, new = draft._translate(row), list[int]()
+            while len(new) < limit and 0 not in new:
+                law = model(input_ids=torch.tensor([text + new]), use_cache=False).logits[0, -1].softmax(-1)
+                if float(law.max()) < theta:
+                    break
+                new.append(int(law.argmax()))
+            expected = draft._translate.back(row, text, new)[:limit]
+            assert proposal.tokens[index, : proposal.lengths[index]].tolist() == expected
+            assert proposal.lengths[index] == len(expected)
+    relaxed = draft.propose(Request(rows, limits, Settings(alpha=0.5), Sampling(temperature=0.0), generator))
+    assert relaxed.lengths == limits  # token by token: replay has the law of what is let through
+    assert set(relaxed.tokens.flatten().tolist()) <= set(draft.support.tolist())
+
+
 def test_a_session_with_such_a_draft_is_the_whole_conversation_anew() -> None:
     decoder = Decoder(*tiny_pair())
     decoder.eos_ids = frozenset()
