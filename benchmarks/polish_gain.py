@@ -10,7 +10,7 @@ from lossyspec.correctors import TargetCorrector, load_corrector
 from lossyspec.decoder import Decoder
 from lossyspec.drafts import load_draft
 from lossyspec.loading import load
-from lossyspec.polish import Polisher, PolishSettings
+from lossyspec.polish import Polisher
 from lossyspec.prompts import prompt_ids
 from lossyspec.settings import Precisions, Settings
 from lossyspec.tuner.workloads import load_workload
