@@ -8,6 +8,7 @@ from time import perf_counter
 from lossyspec.decoder import Decoder
 from lossyspec.drafts import load_draft
 from lossyspec.loading import load
+from lossyspec.prompts import prompt_ids
 from lossyspec.session import Session
 from lossyspec.settings import Precisions, Settings
 from lossyspec.tuner.measurement.clock import ratio_interval
@@ -56,7 +57,7 @@ def main() -> None:
         ]
         for seconds, begin in ways if index % 2 else ways[::-1]:
             seconds.append(first_piece_s(begin))
-        lengths.append(decoder.generate(whole, 1, seed=0)[0].prompt_tokens)
+        lengths.append(len(prompt_ids(decoder.tokenizer, whole)))
         print(f"{lengths[-1]:5} tokens of prompt: kept {kept[-1] * 1e3:7.0f} ms, anew {anew[-1] * 1e3:7.0f} ms")
     ones = [[1.0]] * len(kept)
     interval = ratio_interval(ones, [[value] for value in kept], ones, [[value] for value in anew])
