@@ -33,13 +33,10 @@ class Runner:
         self.position_limit: int | None = getattr(self.config, "max_position_embeddings", None)
         self._additive = self.config._attn_implementation not in ("sdpa",)
         self.cache = RowCache(len(self.layer_types), 0)
+        #: (batch, n, hidden) what the output layer read in the last pass; kept on demand, see `keep_features`
+        self.features: Tensor | None = None
         self._keeps_features = False
         self._tap: list[Tensor | None] = [None]  # shared with forks: the model has one hook, whoever runs it
-
-    @property
-    def features(self) -> Tensor | None:
-        """(batch, n, hidden) what the output layer read in the last pass; kept on demand, see `keep_features`."""
-        return self._tap[0]
 
     def fork(self) -> Runner:
         """The same model with a cache of its own, so that two texts can go on in turns."""
@@ -80,7 +77,7 @@ class Runner:
             output = self._run(self.model.base_model, torch.tensor(padded, device=self.device), [first] * len(prompts))
             if self._keeps_features:
                 pieces.append(output.last_hidden_state)
-        self._tap[0] = torch.cat(pieces, 1) if pieces else None
+        self.features = torch.cat(pieces, 1) if pieces else None
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
@@ -90,6 +87,7 @@ class Runner:
         naming the model and the position when a logit is NaN or +inf.
         """
         output = self._run(self.model, tokens, starts).logits
+        self.features = self._tap[0]
         logits: Tensor = output[:, -tokens.shape[1] :, : self.vocab_size].float()
         worst = logits.amax(-1)  # NaN spreads through amax
         if not bool(torch.isfinite(worst).all()):
