@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .decoder import Completion, Decoder, Generation, Piece
     from .profile import Match, Profile
+    from .session import Session
     from .settings import Sampling, Settings
 
 _LAZY = {
@@ -17,10 +18,11 @@ _LAZY = {
     "Match": "profile",
     "Profile": "profile",
     "Sampling": "settings",
+    "Session": "session",
     "Settings": "settings",
 }
 
-__all__ = ["Completion", "Decoder", "Generation", "Match", "Piece", "Profile", "Sampling", "Settings"]
+__all__ = ["Completion", "Decoder", "Generation", "Match", "Piece", "Profile", "Sampling", "Session", "Settings"]
 
 
 def __getattr__(name: str) -> Any:

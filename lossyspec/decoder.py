@@ -15,7 +15,7 @@ from .drafting import Draft
 from .drafts import NGRAM, LoadedDraft, automatic, draft_identity, draft_name, load_draft, make_draft
 from .errors import ConfigurationError, ProfileMismatch
 from .hardware import detect_hardware
-from .loading import LoadedModel, load, shared_vocab_size, tokenizer_sha256
+from .loading import LoadedModel, load, same_tokenizer, shared_vocab_size, tokenizer_sha256
 from .profile import Here, Match, ModelIdentity, Profile, choose, compare, device_of, read_profile
 from .prompts import Prompt, as_list, prompt_ids
 from .runner import Runner
@@ -40,12 +40,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. tokens: ids, with the EOS token where that ended it. finish_reason: `stop` or `length`."""
+    """One answer. tokens: ids, with the EOS token where that ended it. finish_reason: `stop` or `length`. relaxed: which
+    tokens a rule with alpha over 0 let through or drew."""
 
     text: str
     tokens: list[int]
     prompt_tokens: int
     finish_reason: str
+    relaxed: tuple[bool, ...] = field(default=(), compare=False)
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Generation:
 class Decoder:
     """Speculative decoding with one target, one draft and one set of settings.
 
-    draft: None for prompt lookup (n-gram), a feature head, or a loaded model with the target's tokenizer.
+    draft: None for prompt lookup (n-gram), a feature head, or a loaded model.
     match: how the profile that the settings come from fits this machine (None: settings given by hand).
     """
 
@@ -87,10 +89,10 @@ class Decoder:
         size = target.model.config.get_text_config().vocab_size
         if self.tokenizer is not None:
             size = min(size, max(self.tokenizer.get_vocab().values()) + 1)
-        if isinstance(draft, LoadedModel):
+        if isinstance(draft, LoadedModel) and same_tokenizer(self.tokenizer, draft.tokenizer):
             size = shared_vocab_size(target.model, target.tokenizer, draft.tokenizer)
         self.target = Runner(target.model, "target", size, target.stack)
-        self.draft: Draft = make_draft(draft, self.target, size)
+        self.draft: Draft = make_draft(draft, self.target, size, self.tokenizer)
         eos = target.model.generation_config.eos_token_id
         ids = eos if isinstance(eos, list) else [eos]
         self.eos_ids = frozenset(int(token) for token in ids if token is not None)
@@ -253,7 +255,7 @@ class Decoder:
     def _completion(self, row: Row, stopping: Stopping) -> Completion:
         text = final_text(row.output, stopping, self.tokenizer) if self.tokenizer is not None else ""
         assert row.finish_reason is not None
-        return Completion(text, row.output, len(row.prompt), row.finish_reason)
+        return Completion(text, row.output, len(row.prompt), row.finish_reason, tuple(row.relaxed))
 
     def stream(
         self,

@@ -22,12 +22,16 @@ from .verification import judge
 
 @dataclass
 class Row:
-    """One text: its prompt, its output so far, and why it ended (None while it goes on)."""
+    """One text: its prompt, its output so far, and why it ended (None while it goes on).
+
+    relaxed: for each output token, whether a rule with alpha over 0 judged its position.
+    """
 
     index: int
     prompt: list[int]
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    relaxed: list[bool] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -80,6 +84,7 @@ def decode(
             emitted = [*drafted[place][: accepted[place]], following[place]]
             new, row.finish_reason = cut(row.output, emitted, job.stopping, job.tokenizer)
             row.output.extend(new)
+            row.relaxed.extend(not job.settings.lossless and depth < proposal.lengths[place] for depth in range(len(new)))
             stats.count_round(proposal.lengths[place], accepted[place], len(new))
         stats.round_times_s.append(perf_counter() - began)
         stats.round_tokens.append(stats.tokens - before)

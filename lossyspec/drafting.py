@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -62,6 +62,14 @@ class Proposal:
             return self
         q = self.q.new_zeros(*self.q.shape[:-1], size).index_copy_(-1, self.support, self.q)
         return Proposal(self.tokens, self.lengths, q, self.steps)
+
+    @staticmethod
+    def of_chains(chains: Sequence[Sequence[int]], device: torch.device, steps: int = 0) -> Proposal:
+        """What a deterministic draft says for each row."""
+        width = max(map(len, chains), default=0)
+        padded = [[*chain, *[0] * (width - len(chain))] for chain in chains]
+        tokens = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(chains), width)
+        return Proposal(tokens, [len(chain) for chain in chains], None, steps)
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Proposal:
@@ -137,6 +145,16 @@ def ngram_chain(tokens: Sequence[int], settings: NgramSettings, limit: int) -> l
     return chain
 
 
+@runtime_checkable
+class CompactDraft(Protocol):
+    """A draft whose q is 0 outside a support, and whose law along a given text can be computed."""
+
+    support: Tensor
+
+    def along(self, prompt: list[int], output: list[int], features: Tensor | None, depths: int) -> list[Tensor]:
+        """fp32 logits (len(output), S) of q at each position of an output, by depth in the round; one: the same at all."""
+
+
 class StatelessDraft:
     """Base of drafts that keep nothing about their rows: the prefixes come with each request."""
 
@@ -175,10 +193,7 @@ class NgramDraft(StatelessDraft):
                     break
                 chain.append(token)
             chains.append(chain)
-        width = max((len(chain) for chain in chains), default=0)
-        padded = [chain + [0] * (width - len(chain)) for chain in chains]
-        tokens = torch.tensor(padded, dtype=torch.long, device=self.device).reshape(len(chains), width)
-        return Proposal(tokens, [len(chain) for chain in chains], None, 0)
+        return Proposal.of_chains(chains, self.device)
 
 
 def draw_round(

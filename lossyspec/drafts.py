@@ -1,4 +1,4 @@
-"""Which draft a name means: prompt lookup, a feature head, or a model with the target's tokenizer."""
+"""Which draft a name means: prompt lookup, a feature head, or a model, with the target's tokenizer or another."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from .drafting import Draft, ModelDraft, NgramDraft
 from .errors import ConfigurationError
 from .head_drafting import FeatureDraft
 from .head_files import embedded_head, head_identity, is_head, load_head
-from .loading import LoadedModel, load, shared_vocab_size
+from .loading import LoadedModel, load, same_tokenizer
 from .profile import ModelIdentity
 from .runner import Runner
 from .settings import Precision
+from .text_drafting import make_text_draft
 
 if TYPE_CHECKING:
     from .feature_head import FeatureHead
@@ -62,9 +63,7 @@ def load_draft(name: str, target: LoadedModel, precision: Precision) -> LoadedDr
     folder = _head_folder(name)
     if folder is not None:
         return LoadedHead(load_head(folder, target), head_identity(folder))
-    draft = load(name, precision, role="draft")
-    shared_vocab_size(target.model, target.tokenizer, draft.tokenizer)
-    return draft
+    return load(name, precision, role="draft")
 
 
 def draft_identity(draft: LoadedDraft) -> ModelIdentity:
@@ -81,10 +80,12 @@ def draft_name(identity: ModelIdentity) -> str:
     return HEAD if identity.kind == "head" and identity.id == "embedded" else identity.id
 
 
-def make_draft(draft: LoadedDraft, target: Runner, vocab_size: int) -> Draft:
-    """The draft that the loop talks to. A head makes the target keep its features."""
+def make_draft(draft: LoadedDraft, target: Runner, vocab_size: int, tokenizer: Any) -> Draft:
+    """The draft that the loop talks to; tokenizer: the target's. A head makes the target keep its features."""
     if draft is None:
         return NgramDraft(device=target.device)
     if isinstance(draft, LoadedHead):
         return FeatureDraft(draft.head, target.model, vocab_size)
+    if not same_tokenizer(tokenizer, draft.tokenizer):
+        return make_text_draft(draft, tokenizer, vocab_size)
     return ModelDraft(Runner(draft.model, "draft", vocab_size, draft.stack), vocab_size)

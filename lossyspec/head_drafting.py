@@ -80,10 +80,11 @@ class FeatureDraft:
         return draw_round(request, law, live, self.device, None if request.penalised else self.support)
 
     @torch.inference_mode()
-    def along(self, prompt: list[int], output: list[int], features: Tensor, depths: int) -> list[Tensor]:
+    def along(self, prompt: list[int], output: list[int], features: Tensor | None, depths: int) -> list[Tensor]:
         """fp32 logits (len(output), S) of q at depths 1, 2, .. at each position of an output: what a round that began
         depth - 1 tokens earlier would draw from. features: (1, n, hidden) of the target for all tokens but the last. After a
         prompt of one token there is no entry for the first position; its logits are 0 (a uniform q)."""
+        assert features is not None
         ids = torch.tensor([[*prompt, *output]], device=self.device)
         embedded = F.embedding(ids[:, 1:-1], self.embeddings)
         first = max(len(prompt) - 2, 0)

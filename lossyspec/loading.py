@@ -257,6 +257,11 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     return text_sha256(json.dumps(sorted(tokenizer.get_vocab().items())) + rules)
 
 
+def same_tokenizer(one: Any, other: Any) -> bool:
+    """Whether two tokenizers map the same tokens to the same ids."""
+    return bool(one.get_vocab() == other.get_vocab())
+
+
 def shared_vocab_size(target: Any, target_tokenizer: Any, draft_tokenizer: Any) -> int:
     """How many ids the target and the tokenizer really have; padding of the embedding is left out. Ids that only the draft
     lacks stay: its q is 0 there, and the target's law is whole.

@@ -250,13 +250,6 @@ def test_processors_reach_the_decoder() -> None:
     assert streamed == answer[0].text
 
 
-def test_a_draft_with_another_tokenizer_is_refused() -> None:
-    model = lively_model("llama")
-    other = LoadedModel(model, tiny_tokenizer(90), {}, "fp32")
-    with pytest.raises(ConfigurationError, match="different tokenizers"):
-        Decoder(loaded(model), other)
-
-
 # --- from a profile ---
 
 

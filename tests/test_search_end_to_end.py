@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import save_tiny, tiny_config, tiny_tokenizer
+from test_text_drafting import pair_tokenizer
 
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError, NoFeasiblePoint
@@ -21,6 +22,7 @@ from lossyspec.reports.build import build_report
 from lossyspec.settings import Sampling
 from lossyspec.tuner.cli import main
 from lossyspec.tuner.config import SearchConfig, make_config
+from lossyspec.tuner.laws import BinnedLaw
 from lossyspec.tuner.measurement.costs import CostTable
 from lossyspec.tuner.progress import Reporter
 from lossyspec.tuner.search import Result, Search
@@ -470,9 +472,18 @@ def test_a_model_without_a_chat_template_is_searched_on_plain_prompts(place: Pat
         search(place, tmp_path / "chat", target=str(tmp_path / "base"), prompts=tmp_path / "chat.jsonl")
 
 
-def test_a_draft_with_another_tokenizer_is_refused_before_anything_is_traced(place: Path, tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_searched_like_any_other(place: Path, tmp_path: Path) -> None:
     save_tiny(tmp_path / "draft", seed=2)
     tiny_tokenizer(90).save_pretrained(tmp_path / "draft")
-    with pytest.raises(ConfigurationError, match="different tokenizers"):
+    result = search(place, tmp_path / "run", draft=str(tmp_path / "draft"), trials=4, texts=2, batch_sizes=(1,))
+    law = next(iter(load_trace(result.folder / "trace.safetensors")["search"].laws.values()))
+    assert isinstance(law, BinnedLaw)
+    assert result.folder.joinpath("profile.json").exists()
+
+
+def test_a_draft_that_shares_no_tokens_is_refused_before_anything_is_traced(place: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "draft", seed=2)
+    pair_tokenizer(letters="xyz").save_pretrained(tmp_path / "draft")
+    with pytest.raises(ConfigurationError, match="have 1 tokens in common; at least 2 are needed"):
         search(place, tmp_path / "run", draft=str(tmp_path / "draft"))
     assert not (tmp_path / "run").exists()

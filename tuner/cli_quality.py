@@ -14,6 +14,7 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.settings import make_sampling
 
 from .cli_common import given, print_json, sampling_options
+from .progress import Reporter
 from .quality.items import METRICS, choose_metric, read_items
 
 if TYPE_CHECKING:
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--profile", required=True, metavar="FILE", help="The profile to judge. [default: none, it must be given]")
+@click.option("--profile", default=None, required=True, metavar="FILE", help="The profile to judge. [default: none]")
 @click.option(
-    "--prompts", type=click.Path(path_type=Path), required=True, metavar="FILE",
+    "--prompts", type=click.Path(path_type=Path), default=None, required=True, metavar="FILE",
     help="JSONL: messages or prompt, with reference (a text or a list), or with test and entry_point. "
-    "[default: none, it must be given]",
+    "[default: none]",
 )  # fmt: skip
 @click.option("--metric", default="auto", metavar="NAME", help=f"auto, {', '.join(METRICS)}.")
 @click.option("--run-code", is_flag=True, help="Allow pass1 to run the code that the model writes, with limits.")
@@ -70,10 +71,10 @@ def quality(
     from .quality.evaluate import Limits, evaluate
 
     decoder = Decoder.from_profile(Path(profile), allow_mismatch=allow_mismatch)
-    with click.progressbar(length=len(items), label="decoding", file=click.get_text_stream("stderr")) as bar:
+    with Reporter().steps(f"decoding {len(items)} prompts on both sides", len(items)) as step:
         result = evaluate(
             decoder, items, chosen, max_new_tokens=max_new_tokens, seed=seed, samples=samples,
-            limits=Limits(code_timeout, code_memory << 20), progress=lambda: bar.update(1), **sampling,
+            limits=Limits(code_timeout, code_memory << 20), progress=step.advance, **sampling,
         )  # fmt: skip
     if as_json:
         facts = {"profile": profile, "metric": chosen, "prompts": len(items), "samples": samples, "seed": seed}

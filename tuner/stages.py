@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
+from lossyspec.drafting import CompactDraft
 from lossyspec.hardware import HardwareInfo, used_gpu
-from lossyspec.head_drafting import FeatureDraft
 from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.records import BlockRecord, TrialRecord
 from lossyspec.settings import Precision, Sampling, Settings
@@ -87,7 +87,7 @@ def _add(work: Work, traces: dict[str, Trace], wanted: Mapping[Precision, Sequen
                 if precision in trace.plain and all((precision, tau) in trace.laws for tau in taus):
                     continue
                 decoder = work.pool.decoder(precision)
-                draft = decoder.draft if isinstance(decoder.draft, FeatureDraft) else getattr(decoder.draft, "runner", None)
+                draft = decoder.draft if isinstance(decoder.draft, CompactDraft) else getattr(decoder.draft, "runner", None)
                 tracer.add(trace, precision, decoder.target, draft, step.advance, taus)
 
 

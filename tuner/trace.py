@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lossyspec.acceptance import entropy
-from lossyspec.drafting import ngram_chain
+from lossyspec.drafting import CompactDraft, ngram_chain
 from lossyspec.errors import ConfigurationError
-from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likelihood import Flags, Floats
 from lossyspec.runner import Runner
 from lossyspec.sampling import probabilities
@@ -181,14 +180,14 @@ class Tracer:
         trace: Trace,
         precision: str,
         target: Runner,
-        draft: Runner | FeatureDraft | None,
+        draft: Runner | CompactDraft | None,
         progress: Callable[[], None] = lambda: None,
         taus: Sequence[float] = TAUS,
     ) -> None:
         """Runs target (and draft, at `taus`) along the texts. Calls `progress` after each text."""
         parts: dict[tuple[float, int], list[dict[str, Tensor]]] = {}
         looked_up: list[dict[str, Tensor]] = []
-        support = draft.support if isinstance(draft, FeatureDraft) else None
+        support = draft.support if isinstance(draft, CompactDraft) else None
         plain: list[Tensor] = []
         first = 0
         for prompt, output in zip(trace.texts.prompts, trace.texts.outputs, strict=True):
@@ -212,14 +211,13 @@ class Tracer:
         trace.laws.update({(precision, tau): tuple(by_depth) for tau, by_depth in laws.items()})
 
     def _draft_logits(
-        self, draft: Runner | FeatureDraft | None, prompt: list[int], output: list[int], features: Tensor | None
+        self, draft: Runner | CompactDraft | None, prompt: list[int], output: list[int], features: Tensor | None
     ) -> list[list[Tensor]]:
         """Logits of the draft by depth, in the pieces of `text_pass`; over its support if it has one."""
         if draft is None:
             return []
         if isinstance(draft, Runner):
             return [text_logits(draft, prompt, output)]
-        assert features is not None
         return [list(law.split(_CHUNK)) for law in draft.along(prompt, output, features, self.limit)]
 
     def _looked_up(self, trace: Trace, p: Tensor, text: Tensor, first: int) -> dict[str, Tensor]:

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from lossyspec.decoding import Job, decode
-from lossyspec.drafting import Draft, NgramDraft, Proposal, Request, StatelessDraft
+from lossyspec.drafting import CompactDraft, Draft, NgramDraft, Proposal, Request, StatelessDraft
 from lossyspec.errors import ConfigurationError
-from lossyspec.head_drafting import FeatureDraft
 from lossyspec.records import write_text
 from lossyspec.runner import Runner
 from lossyspec.settings import MAX_DRAFT_LENGTH, Precision, Sampling, Settings, make_settings
@@ -230,7 +229,7 @@ class CostMeter:
         width, device = 4, target.device
         logits = 3 * torch.randn(batch, width + 1, target.vocab_size, generator=generator, device=device)
         draft = self.runners(self.precision)[1]
-        support = draft.support if isinstance(draft, FeatureDraft) else torch.arange(target.vocab_size, device=device)
+        support = draft.support if isinstance(draft, CompactDraft) else torch.arange(target.vocab_size, device=device)
         noise = torch.randn(batch, width, len(support), generator=generator, device=device)
         p, q = logits.softmax(-1), (logits[:, :width, support] + noise).softmax(-1)
         proposal = Proposal(support[q.argmax(-1)], [width] * batch, q, width, support)

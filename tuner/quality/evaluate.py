@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lossyspec.decoder import Completion, Decoder
-from lossyspec.prompts import prompt_ids
+from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.settings import Settings
 
 from .compare import Comparison, compare_means, compare_totals
@@ -70,14 +71,14 @@ def evaluate(
     samples: int = 1,
     limits: Limits | None = None,
     progress: Callable[[], None] = lambda: None,
-    **sampling: float | int,
+    **sampling: Any,
 ) -> Result:
     """Each prompt `samples` times on both sides, with the same seeds; plain decoding in the profile's own precision.
 
     progress: called after each prompt. sampling: what is not the profile's own.
     """
     sides = [Settings(draft_length=0, precision=decoder.settings.precision), decoder.settings]
-    prompts = [prompt_ids(decoder.tokenizer, item.messages) for item in items]
+    prompts = [prompt_ids(decoder.tokenizer, _prompt(item, decoder.tokenizer)) for item in items]
     values: list[list[Scores]] = [[], []]
     answers = []
     for index, (item, prompt) in enumerate(zip(items, prompts, strict=True)):
@@ -95,6 +96,13 @@ def evaluate(
         answers.append((said[0][0].text, said[1][0].text))
         progress()
     return Result(metric, tuple(_compare(*values)), tuple(answers))
+
+
+def _prompt(item: QualityItem, tokenizer: Any) -> Prompt:
+    """Messages; without a chat template the bare text, which the model then goes on with."""
+    if getattr(tokenizer, "chat_template", None) is not None or len(item.messages) > 1:
+        return item.messages
+    return item.problem.prompt if item.problem else item.messages[0]["content"]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

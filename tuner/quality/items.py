@@ -37,7 +37,7 @@ def _references(value: Any, place: str) -> tuple[str, ...]:
 
 
 def quality_item(row: Any, number: int, place: str) -> QualityItem:
-    """A row with `messages` or `prompt`, and maybe `reference` (a text or a list); or with `prompt`, `test` and `entry_point`.
+    """A row with `messages` or `prompt`, and maybe `reference` (a text or a list); or a code problem.
 
     Raises ConfigurationError naming the place and what is wrong.
     """

@@ -52,8 +52,8 @@ def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
 def run_program(source: str, timeout_s: float = 10.0, memory_bytes: int = 1 << 30) -> Outcome:
     """Runs Python source in a new process group, in an empty folder that is then removed, with a bare environment.
 
-    timeout_s: wall clock, and CPU seconds rounded up. memory_bytes: address space. All that it started and that stayed in its group is
-    killed at the end. Its output is thrown away.
+    timeout_s: wall clock, and CPU seconds rounded up. memory_bytes: address space. Its output is thrown away, and what it
+    started is killed at the end, as far as it stayed in the group.
     """
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="lossytune-code-") as place:
