@@ -16,6 +16,7 @@ from .drafts import NGRAM, LoadedDraft, automatic, draft_identity, draft_name, l
 from .errors import ConfigurationError, ProfileMismatch
 from .hardware import detect_hardware
 from .loading import LoadedModel, load, same_tokenizer, shared_vocab_size, tokenizer_sha256
+from .policy import Boundaries
 from .profile import Here, Match, ModelIdentity, Profile, choose, compare, device_of, read_profile
 from .prompts import Prompt, as_list, prompt_ids
 from .runner import Runner
@@ -93,6 +94,7 @@ class Decoder:
             size = shared_vocab_size(target.model, target.tokenizer, draft.tokenizer)
         self.target = Runner(target.model, "target", size, target.stack)
         self.draft: Draft = make_draft(draft, self.target, size, self.tokenizer)
+        self.boundaries = Boundaries(self.tokenizer) if self.tokenizer is not None else None
         eos = target.model.generation_config.eos_token_id
         ids = eos if isinstance(eos, list) else [eos]
         self.eos_ids = frozenset(int(token) for token in ids if token is not None)
@@ -185,6 +187,7 @@ class Decoder:
             generator,
             self.tokenizer,
             processors,
+            self.boundaries,
         )
 
     def generate(

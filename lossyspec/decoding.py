@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from .drafting import Draft, Proposal, Request
-from .errors import NumericalError
+from .errors import ConfigurationError, NumericalError
 from .mixed_drafting import propose
+from .policy import Boundaries, Walk, factors, moved
 from .runner import Runner
 from .sampling import Processor, penalise, probabilities
-from .settings import MAX_DRAFT_LENGTH, Sampling, Settings
+from .settings import MAX_DRAFT_LENGTH, Policy, Sampling, Settings
 from .stats import Stats
 from .stopping import Stopping, cut
 from .verification import judge
@@ -31,6 +32,7 @@ class Row:
     prompt: list[int]
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    walk: Walk = field(default_factory=lambda: Walk(Policy()))
     relaxed: list[bool] = field(default_factory=list)
 
     @property
@@ -49,6 +51,7 @@ class Job:
     generator: torch.Generator
     tokenizer: Any = None  # needed for stop strings only
     processors: Sequence[Processor] = ()
+    boundaries: Boundaries | None = None  # needed for protected positions only
 
 
 @torch.inference_mode()
@@ -60,7 +63,12 @@ def decode(
     prompts: token ids, each at least one token. kept: the first tokens of the only prompt that target and draft still hold
     from their last text (a session). Raises ConfigurationError when a text does not fit the target's positions.
     """
-    everything = [Row(index, list(prompt)) for index, prompt in enumerate(prompts)]
+    policy = job.settings.policy
+    everything = [Row(index, list(prompt), walk=Walk(policy)) for index, prompt in enumerate(prompts)]
+    if policy.protect and job.boundaries is None:
+        raise ConfigurationError(
+            f"protect is {', '.join(policy.protect)}: positions are known by their text; give a tokenizer"
+        )
     longest = max(map(len, prompts)) + job.stopping.max_new_tokens
     target.check_room(longest)
     stats.rows += len(prompts)
@@ -120,7 +128,14 @@ def _round(
     p = probabilities(penalise(logits, prefixes, proposal.tokens, sampling, job.processors), sampling)
     uniforms = torch.rand(p.shape[:2], generator=job.generator, device=p.device)
     alpha = torch.full(proposal.tokens.shape, settings.alpha, device=p.device)
+    guided = settings.policy.active and not settings.lossless
+    walks = [row.walk for row in rows]
+    if guided:
+        alpha = alpha * factors(walks, job.boundaries, proposal, p)
     accepted, following = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)
+    if guided:
+        for row, walk in zip(rows, moved(walks, proposal, p, accepted, following), strict=True):
+            row.walk = walk
     if job.processors or sampling.repetition_penalty != 1.0:
         _check_choice(p, accepted, starts)
     stats.passes += 1

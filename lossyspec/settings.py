@@ -11,12 +11,14 @@ from .errors import ConfigurationError, nearest
 Rule = Literal["exact", "mixture", "optimal", "priced", "lenience", "typical", "fuzzy"]
 Precision = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Source = Literal["draft", "ngram", "mixed"]
+Boundary = Literal["sentence", "paragraph", "list", "line"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 #: precisions of the weights alone, whose products are bf16
 QUANTISED: tuple[Precision, ...] = ("int8", "int4")
 SOURCES: tuple[Source, ...] = get_args(Source)
+BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
 #: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
 PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
 MAX_DRAFT_LENGTH = 16
@@ -60,6 +62,33 @@ class NgramSettings(Model):
         return self
 
 
+class Recovery(Model):
+    """After `after` tokens in a row that the target gave under `floor`, the next `tokens` ones are exact."""
+
+    after: int = Field(3, ge=1, le=64)
+    floor: float = Field(0.02, gt=0.0, lt=1.0)
+    tokens: int = Field(8, ge=1, le=1024)
+
+
+class Policy(Model):
+    """Where relaxation acts; all off by default, see `lossyspec.policy`.
+
+    protect: kinds of positions that stay exact. exact_prefix: first tokens of an answer that do. adaptive: nats of the
+    target's entropy from which alpha is whole. guard: nats of surprise over entropy after which the rest is exact.
+    """
+
+    protect: tuple[Boundary, ...] = ()
+    exact_prefix: int = Field(0, ge=0, le=65536)
+    recovery: Recovery | None = None
+    adaptive: float | None = Field(None, gt=0.0)
+    guard: float | None = Field(None, gt=0.0)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is on."""
+        return self != Policy()
+
+
 class ScheduleRow(Model):
     """For batches of `batch` = [first, last] sequences (last None: no end), draft `draft_length` tokens a round."""
 
@@ -82,6 +111,7 @@ class Settings(Model):
     confidence is under it. draft_length: most drafted tokens a round; 0 is plain decoding.
     source: who drafts: the loaded draft; prompt lookup although a draft is loaded; or `mixed`: prompt lookup in rounds that
     begin after a match of at least `ngram.min_match` tokens, for as long as it finds such matches, else the loaded draft.
+    policy: where alpha acts.
     """
 
     rule: Rule = "optimal"
@@ -92,6 +122,7 @@ class Settings(Model):
     precision: Precisions = Precisions()
     source: Source = "draft"
     ngram: NgramSettings | None = None
+    policy: Policy = Policy()
     schedule: tuple[ScheduleRow, ...] = ()
 
     @property

@@ -13,8 +13,9 @@ import torch
 from lossyspec.errors import ConfigurationError
 from lossyspec.likelihood import Flags, Floats, Recursion, StepWeights, bootstrap_ratio, forward
 from lossyspec.mixed_drafting import least_match
+from lossyspec.policy import Walk
 from lossyspec.records import Corpus, Estimate, Quality
-from lossyspec.settings import Settings
+from lossyspec.settings import BOUNDARIES, Policy, Settings
 
 from .laws import Answer, GreedyLaw, Law
 from .trace import TAUS, Trace, forced_chain
@@ -129,6 +130,7 @@ class Replay:
         self.tokens = self.mask.sum(1).astype(float)
         self._last = trace.last_of_limited()
         self._answers: dict[tuple[Any, ...], Answer] = {}
+        self._policies: dict[tuple[Policy, str], torch.Tensor] = {}
         self._single = len({tau for _, tau in trace.laws}) <= 1
         self._reference = self._padded(trace.plain[trace.reference])
 
@@ -196,12 +198,34 @@ class Replay:
     def _answer(self, settings: Settings, tau: float | None, depth: int, law: Law) -> Answer:
         """tau None: of prompt lookup."""
         rule, alpha = ("exact", 0.0) if settings.lossless else (settings.rule, settings.alpha)
-        key = (settings.precision.target, tau, rule, alpha, depth)
+        key = (settings.precision.target, tau, rule, alpha, depth, None if settings.lossless else settings.policy)
         if key not in self._answers:
             if len(self._answers) > 1024:
                 self._answers.clear()
-            self._answers[key] = law.answer(rule, torch.full_like(law.confidence, alpha, dtype=torch.float64))
+            self._answers[key] = law.answer(rule, alpha * self._factors(settings))
         return self._answers[key]
+
+    def _factors(self, settings: Settings) -> torch.Tensor:
+        """(T,) factors on alpha along the texts, by the same walk as in decoding."""
+        trace, policy, precision = self.trace, settings.policy, settings.precision.target
+        if settings.lossless or not policy.active:
+            return torch.ones(trace.texts.tokens, dtype=torch.float64)
+        key = (policy, precision)
+        if key not in self._policies:
+            if policy.protect and trace.kinds is None:
+                raise ConfigurationError("protected positions cannot be replayed: the trace was made without a tokenizer")
+            bits = trace.kinds.tolist() if trace.kinds is not None else [0] * trace.texts.tokens
+            sets = [frozenset(kind for bit, kind in enumerate(BOUNDARIES) if mask >> bit & 1) for mask in range(16)]
+            chances, entropies = trace.plain[precision].tolist(), trace.entropy[precision].tolist()
+            found, place = [], 0
+            for output in trace.texts.outputs:
+                walk = Walk(policy)
+                for token in output:
+                    found.append(walk.factor(entropies[place], sets[bits[place]]))
+                    walk = walk.then(token, chances[place], entropies[place])
+                    place += 1
+            self._policies[key] = torch.tensor(found, dtype=torch.float64)
+        return self._policies[key]
 
     # what comes of it
 

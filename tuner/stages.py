@@ -73,7 +73,7 @@ def trace_chosen(work: Work, traces: dict[str, Trace], chosen: Sequence[TrialRec
 
 
 def _tracer(work: Work) -> Tracer:
-    return Tracer(work.sampling, work.config.max_draft_length)
+    return Tracer(work.sampling, work.config.max_draft_length, boundaries=work.pool.decoder(work.reference).boundaries)
 
 
 def _add(work: Work, traces: dict[str, Trace], wanted: Mapping[Precision, Sequence[float]]) -> None:

@@ -14,9 +14,10 @@ from lossyspec.acceptance import entropy
 from lossyspec.drafting import CompactDraft, ngram_chain
 from lossyspec.errors import ConfigurationError
 from lossyspec.likelihood import Flags, Floats
+from lossyspec.policy import Boundaries
 from lossyspec.runner import Runner
 from lossyspec.sampling import probabilities
-from lossyspec.settings import NgramSettings, Precision, Sampling
+from lossyspec.settings import BOUNDARIES, NgramSettings, Precision, Sampling
 
 from .laws import BinnedLaw, GreedyLaw, Law, OneHotLaw, bin_masses
 
@@ -47,6 +48,7 @@ class Trace:
     """One half of a workload. plain: log p of each output token by precision, flat over texts.
 
     reference: the precision whose p the perplexity ratio is taken against.
+    entropy: of p in nats, by precision. kinds: (T,) what each position is, a bit for each of BOUNDARIES; None: not known.
     chain: (T, max_draft_length) running least confidence of what prompt lookup would propose from the position on; -1:
     nothing. drafted: (T,) its token at each position, -1: nothing. lookup: its laws by precision.
     laws: of the loaded draft, by (precision, tau) and then by depth of a round; one where the depth makes no difference.
@@ -61,6 +63,8 @@ class Trace:
     lookup: dict[str, Law] = field(default_factory=dict)
     laws: dict[tuple[str, float], tuple[Law, ...]] = field(default_factory=dict)
     plain: dict[str, Floats] = field(default_factory=dict)
+    entropy: dict[str, Floats] = field(default_factory=dict)
+    kinds: Tensor | None = None
 
     def mask(self) -> Flags:
         """(N, L) which places of the padded texts hold a token."""
@@ -101,6 +105,14 @@ def forced_chain(confidences: Sequence[Floats], texts: Texts, limit: int) -> Flo
             chain[first : first + len(part) - depth, depth] = part[depth:]
         first += len(output)
     return np.minimum.accumulate(chain, axis=1)
+
+
+def position_kinds(texts: Texts, boundaries: Boundaries | None) -> Tensor | None:
+    """(T,) bits of what each position is, in the order of BOUNDARIES."""
+    if boundaries is None:
+        return None
+    found = [boundaries.after(output[:place]) for output in texts.outputs for place in range(len(output))]
+    return torch.tensor([sum(1 << BOUNDARIES.index(kind) for kind in kinds) for kinds in found], dtype=torch.uint8)
 
 
 @torch.inference_mode()
@@ -162,7 +174,14 @@ class Tracer:
     full_support: the request's temperature without top-k, top-p or penalties, as the perplexity ratio needs it.
     """
 
-    def __init__(self, sampling: Sampling, max_draft_length: int, ngram: NgramSettings | None = None) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        max_draft_length: int,
+        ngram: NgramSettings | None = None,
+        boundaries: Boundaries | None = None,
+    ) -> None:
+        self.boundaries = boundaries
         self.full_support = Sampling(temperature=sampling.temperature)
         self.greedy = sampling.temperature == 0
         self.ngram = ngram or NgramSettings()
@@ -173,7 +192,7 @@ class Tracer:
         if not all(texts.outputs):
             raise ConfigurationError("a text of the workload has no tokens to trace")
         drafted, chain = ngram_chains(texts, self.ngram, self.limit)
-        return Trace(texts, reference, chain, drafted)
+        return Trace(texts, reference, chain, drafted, kinds=position_kinds(texts, self.boundaries))
 
     def add(
         self,
@@ -189,6 +208,7 @@ class Tracer:
         looked_up: list[dict[str, Tensor]] = []
         support = draft.support if isinstance(draft, CompactDraft) else None
         plain: list[Tensor] = []
+        entropies: list[Tensor] = []
         first = 0
         for prompt, output in zip(trace.texts.prompts, trace.texts.outputs, strict=True):
             pieces, features = text_pass(target, prompt, output)
@@ -197,6 +217,7 @@ class Tracer:
                 text = torch.tensor(output[index * _CHUNK : index * _CHUNK + logits.shape[0]])
                 p = probabilities(logits, self.full_support).cpu()
                 plain.append(p.gather(-1, text.unsqueeze(-1)).squeeze(-1).double().log())
+                entropies.append(entropy(p).double())
                 looked_up.append(self._looked_up(trace, p, text, first))
                 for depth, q_pieces in enumerate(drafts):
                     for tau, part in self._drawn(p, q_pieces[index], text, support, taus):
@@ -204,6 +225,7 @@ class Tracer:
                 first += logits.shape[0]
             progress()
         trace.plain[precision] = torch.cat(plain).numpy()
+        trace.entropy[precision] = torch.cat(entropies).numpy()
         trace.lookup[precision] = _joined(GreedyLaw if self.greedy else OneHotLaw, looked_up)
         laws: dict[float, list[Law]] = {}
         for (tau, _), kept in sorted(parts.items()):

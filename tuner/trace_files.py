@@ -28,8 +28,11 @@ def save_trace(path: Path, traces: dict[str, Trace]) -> None:
     for half, trace in traces.items():
         tensors[f"{half}/chain"] = torch.from_numpy(trace.chain)
         tensors[f"{half}/drafted"] = trace.drafted
+        if trace.kinds is not None:
+            tensors[f"{half}/kinds"] = trace.kinds
         for precision, values in trace.plain.items():
             tensors[f"{half}/plain/{precision}"] = torch.from_numpy(values)
+            tensors[f"{half}/entropy/{precision}"] = torch.from_numpy(trace.entropy[precision])
         for precision, law in trace.lookup.items():
             tensors |= _fields(f"{half}/lookup/{precision}", law)
         for (precision, tau), by_depth in trace.laws.items():
@@ -62,11 +65,14 @@ def load_trace(path: Path) -> dict[str, Trace]:
     for half, note in json.loads(metadata["index"]).items():
         texts = Texts(note["prompts"], note["outputs"], note["limited"])
         trace = Trace(texts, note["reference"], tensors[f"{half}/chain"].numpy(), tensors[f"{half}/drafted"])
+        trace.kinds = tensors.get(f"{half}/kinds")
         laws: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for key, value in tensors.items():
             place = key.split("/")
             if place[0] == half and place[1] == "plain":
                 trace.plain[place[2]] = value.numpy()
+            elif place[0] == half and place[1] == "entropy":
+                trace.entropy[place[2]] = value.numpy()
             elif place[0] == half and place[1] in ("law", "lookup"):
                 laws.setdefault(tuple(place[1:-1]), {})[place[-1]] = value
         depths: dict[tuple[str, float], dict[int, Law]] = {}
