@@ -22,7 +22,8 @@ pytestmark = [
 
 
 def test_greedy_is_token_identical_to_the_target_alone(tmp_path: Path) -> None:
-    gguf = importlib.import_module(WHEEL).assemble(tmp_path / "gemma.gguf")
+    wheel = importlib.import_module(WHEEL)
+    gguf = wheel.assemble(tmp_path / wheel.MODEL_NAME)
     target = load(str(gguf))
     decoder = Decoder(target, load("embedded", role="draft"))
     assert isinstance(decoder.draft, TextDraft)
