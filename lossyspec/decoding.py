@@ -86,13 +86,13 @@ def decode(
     while rows:
         began = perf_counter()
         before = stats.tokens
-        proposal, accepted, following = _round(target, draft, rows, job, stats)
+        proposal, alpha, accepted, following = _round(target, draft, rows, job, stats)
         drafted = proposal.tokens.tolist()
         for place, row in enumerate(rows):
             emitted = [*drafted[place][: accepted[place]], following[place]]
             new, row.finish_reason = cut(row.output, emitted, job.stopping, job.tokenizer)
             row.output.extend(new)
-            row.relaxed.extend(not job.settings.lossless and depth < proposal.lengths[place] for depth in range(len(new)))
+            row.relaxed.extend(depth < proposal.lengths[place] and alpha[place][depth] > 0 for depth in range(len(new)))
             stats.count_round(proposal.lengths[place], accepted[place], len(new))
         stats.round_times_s.append(perf_counter() - began)
         stats.round_tokens.append(stats.tokens - before)
@@ -108,8 +108,8 @@ def decode(
 
 def _round(
     target: Runner, draft: Draft | None, rows: list[Row], job: Job, stats: Stats
-) -> tuple[Proposal, list[int], list[int]]:
-    """One round of all rows: the proposal, how many of its tokens stay in each row, and the token after them."""
+) -> tuple[Proposal, list[list[float]], list[int], list[int]]:
+    """One round of all rows: the proposal, alpha at its tokens, how many stay in each row, and the token after them."""
     settings, sampling, began = job.settings, job.sampling, perf_counter()
     prefixes = [row.tokens for row in rows]
     most = settings.draft_length_for(len(rows)) if draft is not None else 0
@@ -127,7 +127,8 @@ def _round(
     verified = perf_counter()
     p = probabilities(penalise(logits, prefixes, proposal.tokens, sampling, job.processors), sampling)
     uniforms = torch.rand(p.shape[:2], generator=job.generator, device=p.device)
-    alpha = torch.full(proposal.tokens.shape, settings.alpha, device=p.device)
+    level = 0.0 if settings.lossless else settings.alpha
+    alpha = torch.full(proposal.tokens.shape, level, device=p.device)
     guided = settings.policy.active and not settings.lossless
     walks = [row.walk for row in rows]
     if guided:
@@ -143,7 +144,7 @@ def _round(
     stats.draft_s += drafted - began
     stats.verify_s += verified - drafted
     stats.judge_s += perf_counter() - verified
-    return proposal, accepted, following
+    return proposal, alpha.tolist(), accepted, following
 
 
 def _check_choice(p: torch.Tensor, accepted: list[int], starts: list[int]) -> None:

@@ -387,6 +387,11 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) 
         "theta",
         "source",
         "min_match",
+        "protect",
+        "exact_prefix",
+        "recovery",
+        "adaptive",
+        "guard",
     }
     assert list(tmp_path.iterdir()) == []
 

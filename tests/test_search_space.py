@@ -68,6 +68,7 @@ def params_of(space: SearchSpace, settings: Settings, batch: int) -> dict[str, A
         tau=settings.tau,
         rule=settings.rule if settings.alpha > 0 else None,
         source=settings.source,
+        policy=settings.policy,
         min_match=settings.ngram.min_match if settings.source == "mixed" and settings.ngram else 2,
     )
 

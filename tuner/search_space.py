@@ -12,7 +12,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import Trial
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.settings import SOURCES, NgramSettings, Precision, Precisions, Rule, Settings, Source
+from lossyspec.settings import SOURCES, NgramSettings, Policy, Precision, Precisions, Recovery, Rule, Settings, Source
 
 from .config import SearchConfig
 
@@ -22,6 +22,36 @@ _NGRAM_THETAS = (0.0, 0.6, 0.7, 0.78)
 #: shortest match after which a mixed round is prompt lookup
 _MIXED_MATCHES = (2, 4)
 _NGRAM_TWINS: dict[Rule, Rule] = {"mixture": "optimal"}
+
+
+#: what each factor on alpha may be; 0 and `off` leave it out
+_POLICY: dict[str, tuple[Any, ...]] = {
+    "protect": ("off", "sentence", "sentence paragraph list"),
+    "exact_prefix": (0, 4, 16),
+    "recovery": ("off", "on"),
+    "adaptive": (0.0, 1.0, 2.0),
+    "guard": (0.0, 10.0),
+}
+
+
+def _policy(params: Mapping[str, Any]) -> Policy:
+    return Policy(
+        protect=tuple(params["protect"].split()) if params["protect"] != "off" else (),
+        exact_prefix=params["exact_prefix"],
+        recovery=Recovery() if params["recovery"] == "on" else None,
+        adaptive=params["adaptive"] or None,
+        guard=params["guard"] or None,
+    )
+
+
+def _policy_params(policy: Policy) -> dict[str, Any]:
+    return {
+        "protect": " ".join(policy.protect) or "off",
+        "exact_prefix": policy.exact_prefix,
+        "recovery": "on" if policy.recovery else "off",
+        "adaptive": policy.adaptive or 0.0,
+        "guard": policy.guard or 0.0,
+    }
 
 
 @dataclass(frozen=True)
@@ -55,6 +85,7 @@ class SearchSpace:
         if self.relax:
             found["rule"] = CategoricalDistribution(self.rules)
             found["alpha"] = FloatDistribution(0.0, 1.0, step=0.01)
+            found |= {name: CategoricalDistribution(choices) for name, choices in _POLICY.items()}
         if self.dense:
             found["source"] = CategoricalDistribution(self.sources)
             found["min_match"] = IntDistribution(*_MIXED_MATCHES)
@@ -95,6 +126,7 @@ class SearchSpace:
             precision=Precisions(target=precision, draft=precision if self.dense else None),
             source=source,
             ngram=self._ngram(source, params),
+            policy=_policy(params) if alpha > 0 else Policy(),
         ), int(params["batch_size"])
 
     def _ngram(self, source: Source, params: Mapping[str, Any]) -> NgramSettings | None:
@@ -115,6 +147,7 @@ class SearchSpace:
         rule: str | None = None,
         source: Source = "draft",
         min_match: int = _MIXED_MATCHES[0],
+        policy: Policy | None = None,
     ) -> dict[str, Any]:
         """Parameters of a configuration that is enqueued."""
         values = {
@@ -127,6 +160,7 @@ class SearchSpace:
             "rule": rule or (self.rules[0] if self.rules else None),
             "source": source,
             "min_match": min_match,
+            **_policy_params(policy or Policy()),
         }
         return {name: values[name] for name in self.distributions}
 
