@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import save_tiny
+from conftest import save_tiny, tiny_model
 from test_search_end_to_end import search, write_prompts
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.tuner.screening import slower_everywhere
+from lossyspec.runner import Runner
+from lossyspec.tuner.screening import Times, left_out, measure
 from lossyspec.tuner.search import Search
 from lossyspec.tuner.store import RunFolder
 
@@ -36,8 +38,8 @@ class Timed:
 def verdict(reference: dict[int, float], other: dict[int, float]) -> tuple[str | None, int]:
     clock = [0.0]
     ours, theirs = Timed(clock, reference), Timed(clock, other)
-    found: Any = slower_everywhere(ours, theirs, lambda: clock[0])  # type: ignore[arg-type]
-    return found, theirs.passes
+    found = measure(ours, theirs, lambda: clock[0])  # type: ignore[arg-type]
+    return found.slower, theirs.passes
 
 
 def test_a_precision_that_is_faster_at_any_width_is_kept() -> None:
@@ -63,16 +65,15 @@ def test_a_search_leaves_out_what_is_slower_keeps_what_is_not_and_resumes_with_t
     place = tmp_path / "place"
     save_tiny(place / "target")
     write_prompts(place / "prompts.jsonl")
-    verdicts: dict[str, str | None] = {"bf16": "too slow", "fp16": None, "int8": "too slow", "int4": None}
-    asked: list[str] = []
+    asked: list[int] = []
 
-    def cannot_win(self: Search, precision: str) -> str | None:
-        asked.append(precision)
-        return verdicts[precision]
+    def screen(self: Search) -> dict[str, str]:
+        asked.append(1)
+        return {"bf16": "too slow", "int8": "too slow"}
 
-    monkeypatch.setattr(Search, "_cannot_win", cannot_win)
+    monkeypatch.setattr(Search, "_screen", screen)
     search(place, tmp_path / "run", precisions=None, trials=20)
-    assert asked == ["bf16", "fp16", "int8", "int4"]
+    assert asked == [1]
     manifest = RunFolder(tmp_path / "run").manifest()
     assert manifest.space["precision"]["attributes"]["choices"] == ["fp32", "fp16", "int4"]
     assert manifest.excluded["precision bf16"] == manifest.excluded["precision int8"] == "too slow"
@@ -83,10 +84,31 @@ def test_a_search_leaves_out_what_is_slower_keeps_what_is_not_and_resumes_with_t
     assert result.manifest.space == manifest.space
 
 
-def test_a_precision_that_does_not_run_with_the_model_says_so() -> None:
-    def refuse(precision: str) -> Any:
-        raise ConfigurationError("int8 needs a model of the Llama family")
+def test_of_those_that_could_win_the_fastest_two_are_kept() -> None:
+    times = {
+        "bf16": Times((0.030, 0.040), (0.025, 0.050)),
+        "fp16": Times((0.030, 0.040), (0.033, 0.041)),
+        "int8": Times((0.030, 0.040), (0.015, 0.030)),
+        "int4": Times((0.030, 0.040), (0.010, 0.020)),
+    }
+    reasons = left_out(times)  # type: ignore[arg-type]
+    assert set(reasons) == {"bf16", "fp16"}
+    assert reasons["bf16"].startswith("int4 and int8 are faster here, and a search looks at 3 precisions")
+    assert reasons["fp16"].startswith("slower than the reference here: 33 against 30 ms")
+    assert left_out({}) == {}
 
-    stub = object.__new__(Search)
-    stub.pool = type("Pool", (), {"decoder": staticmethod(refuse)})()  # type: ignore[assignment]
-    assert stub._cannot_win("int8") == "int8 needs a model of the Llama family"
+
+def test_a_precision_that_does_not_run_with_the_model_says_so() -> None:
+    reference = Runner(tiny_model("llama"))
+
+    def decoder(precision: str) -> Any:
+        if precision == "int8":
+            raise ConfigurationError("int8 needs a model of the Llama family")
+        return SimpleNamespace(target=reference)
+
+    search = object.__new__(Search)
+    search.reference = "fp32"
+    search.pool = SimpleNamespace(decoder=decoder)  # type: ignore[assignment]
+    search.space = SimpleNamespace(precisions=("fp32", "int8"))  # type: ignore[assignment]
+    assert search._screen() == {"int8": "int8 needs a model of the Llama family"}
+    assert search.plain_step_s is None

@@ -1,28 +1,57 @@
-"""Which precisions are worth a trace: those that are faster than the reference somewhere, measured in turns for a second."""
+"""Which precisions are worth a trace: the fastest two that beat the reference somewhere, measured in turns for a second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from lossyspec.runner import Runner
+from lossyspec.settings import Precision
 
 from .measurement.clock import Clock, default_clock, synchronise
 
 #: tokens of a pass that plain decoding and a usual round verify
-_WIDTHS = (1, 4)
+WIDTHS = (1, 4)
 _REPEATS = 5
 #: a first pass that takes so many times the reference's needs no second one
 _HOPELESS = 4.0
 _CONTEXT = 64
+#: precisions beside the reference
+_MOST = 2
 
 
-def slower_everywhere(reference: Runner, other: Runner, clock: Clock = default_clock) -> str | None:
-    """Why a precision cannot win, or None: it is slower than the reference, which loses nothing, at each width of a pass."""
-    said = []
-    for width in _WIDTHS:
+@dataclass(frozen=True)
+class Times:
+    """Median seconds of a pass of each of WIDTHS tokens at batch 1, by the reference and by another precision in turns."""
+
+    reference_s: tuple[float, ...]
+    other_s: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Mean of the other's time over the reference's."""
+        return sum(mine / other for mine, other in zip(self.other_s, self.reference_s, strict=True)) / len(WIDTHS)
+
+    @property
+    def slower(self) -> str | None:
+        """Why the precision cannot win, or None: it is slower at each width than the reference, which loses nothing."""
+        pairs = list(zip(WIDTHS, self.reference_s, self.other_s, strict=True))
+        if any(other < mine for _, mine, other in pairs):
+            return None
+        said = (
+            f"{other * 1e3:.0f} against {mine * 1e3:.0f} ms for {width} token{'s' * (width > 1)}"
+            for width, mine, other in pairs
+        )
+        return f"slower than the reference here: {', '.join(said)}"
+
+
+def measure(reference: Runner, other: Runner, clock: Clock = default_clock) -> Times:
+    """Times passes of both in turns."""
+    medians: list[tuple[float, float]] = []
+    for width in WIDTHS:
         ours, theirs = _step_s(reference, width, clock), _step_s(other, width, clock)
         mine: list[float] = []
         other_s: list[float] = []
@@ -31,10 +60,18 @@ def slower_everywhere(reference: Runner, other: Runner, clock: Clock = default_c
             other_s.append(theirs())
             if repeat == 0 and other_s[0] > _HOPELESS * mine[0]:
                 break
-        if median(other_s) < median(mine):
-            return None
-        said.append(f"{median(other_s) * 1e3:.0f} against {median(mine) * 1e3:.0f} ms for {width} token{'s' * (width > 1)}")
-    return f"slower than the reference here: {', '.join(said)}"
+        medians.append((median(mine), median(other_s)))
+    return Times(tuple(pair[0] for pair in medians), tuple(pair[1] for pair in medians))
+
+
+def left_out(times: Mapping[Precision, Times]) -> dict[Precision, str]:
+    """The precisions that a search does without, with the reason: those that cannot win, and all but the fastest few."""
+    found = {name: reason for name, each in times.items() if (reason := each.slower) is not None}
+    ranked = sorted((name for name in times if name not in found), key=lambda name: times[name].ratio)
+    for name in ranked[_MOST:]:
+        faster = " and ".join(ranked[:_MOST])
+        found[name] = f"{faster} are faster here, and a search looks at {_MOST + 1} precisions; ask for it with --precision"
+    return found
 
 
 def _step_s(runner: Runner, width: int, clock: Clock) -> Callable[[], float]:

@@ -27,7 +27,7 @@ from .models import ModelPool
 from .objective import Objective
 from .progress import Reporter
 from .replay import Replay
-from .screening import slower_everywhere
+from .screening import Times, left_out, measure
 from .search_space import SearchSpace, build_space
 from .selection import to_confirm
 from .stages import Work, make_meter, make_traces, measure_costs, measure_live, search_trials, trace_chosen
@@ -71,6 +71,8 @@ class Search:
         self.out, self.resume = out, resume
         self.began = monotonic()
         self.timings: dict[str, float] = {}
+        #: seconds of a plain step of the reference, where precisions were screened
+        self.plain_step_s: float | None = None
         self.workload: Workload = load_workload(config.task, config.prompts, config.dataset, config.texts)
         self.sampling: Sampling = config.sampling or self.workload.task.sampling
         self.hardware: HardwareInfo = detect_hardware()
@@ -117,7 +119,7 @@ class Search:
     def _steps(self, folder: RunFolder, manifest: RunManifest) -> Result:
         traces = self._timed("trace", lambda: make_traces(self.work, folder))
         replay = Replay(traces["search"])
-        meter = make_meter(self.work, traces["search"])
+        meter = make_meter(self.work, traces["search"], self.plain_step_s)
         objective = Objective(replay, meter, self.space.precisions, self.pool.dense)
         self._timed("costs", lambda: measure_costs(self.work, meter, folder))
         study = self._timed("search", lambda: search_trials(self.work, objective, folder))
@@ -184,28 +186,29 @@ class Search:
         elif self.config.precisions is not None:
             return
         else:
-            kept = [self.reference]
-            for precision in self.space.precisions:
-                if precision == self.reference:
-                    continue
-                reason = self._cannot_win(precision)
-                if reason is None:
-                    kept.append(precision)
-                else:
-                    self.pool.forget(precision)
-                    excluded[f"precision {precision}"] = reason
-                    self.reporter.say(f"precision {precision} is left out: {reason}")
+            found = self._screen()
+            for precision, reason in found.items():
+                self.pool.forget(precision)
+                excluded[f"precision {precision}"] = reason
+                self.reporter.say(f"precision {precision} is left out: {reason}")
+            kept = [name for name in self.space.precisions if name not in found]
         precisions = tuple(name for name in self.space.precisions if name in kept)
         self.space = replace(self.space, precisions=precisions, excluded=excluded)
         self.work = replace(self.work, space=self.space)
 
-    def _cannot_win(self, precision: Precision) -> str | None:
-        """The reason, when a precision does not run with this model or is slower than the reference everywhere."""
-        try:
-            other = self.pool.decoder(precision)
-        except ConfigurationError as problem:
-            return str(problem)
-        return slower_everywhere(self.pool.decoder(self.reference).target, other.target)
+    def _screen(self) -> dict[Precision, str]:
+        """The precisions to do without: they do not run with this model, or others are faster."""
+        found: dict[Precision, str] = {}
+        times: dict[Precision, Times] = {}
+        reference = self.pool.decoder(self.reference).target
+        for precision in self.space.precisions:
+            if precision != self.reference:
+                try:
+                    times[precision] = measure(reference, self.pool.decoder(precision).target)
+                except ConfigurationError as problem:
+                    found[precision] = str(problem)
+        self.plain_step_s = next((each.reference_s[0] for each in times.values()), None)
+        return found | left_out(times)
 
     def _workload_note(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,7 @@ from lossyspec.records import BlockRecord, TrialRecord
 from lossyspec.settings import Precision, Sampling, Settings
 
 from .config import SearchConfig
-from .measurement.costs import CostMeter, CostTable
+from .measurement.costs import REPEATS, CostMeter, CostTable
 from .measurement.live import Contestant, measure_blocks
 from .models import ModelPool
 from .objective import Objective
@@ -28,6 +28,10 @@ from .workloads import Item, Workload
 _MIN_BLOCKS, _MAX_BLOCKS = 6, 32
 #: share of the budget that is kept for the live runs
 _LIVE_SHARE = 0.5
+#: trials that are made even when the budget is spent: a replay takes milliseconds
+_LEAST_TRIALS = 300
+#: share of the budget that the cost table may take, and the fewest times that it repeats a round
+_COST_SHARE, _MIN_REPEATS = 0.15, 3
 #: seconds of the budget that are kept for what follows the live runs
 _END_S = 10.0
 
@@ -127,8 +131,9 @@ def _sampled_texts(work: Work) -> dict[str, Texts]:
     return texts
 
 
-def make_meter(work: Work, trace: Trace) -> CostMeter:
-    """A cost meter at the workload's middle context length."""
+def make_meter(work: Work, trace: Trace, plain_step_s: float | None = None) -> CostMeter:
+    """A cost meter at the workload's middle context length. plain_step_s: of the reference; on a slow machine the meter
+    repeats its rounds less often, so that it keeps to its share of the budget."""
     prompts = trace.texts.prompts
     lengths = sorted(len(prompt) + len(output) // 2 for prompt, output in zip(prompts, trace.texts.outputs, strict=True))
     return CostMeter(
@@ -137,8 +142,17 @@ def make_meter(work: Work, trace: Trace) -> CostMeter:
         lengths[len(lengths) // 2],
         work.sampling,
         work.config.max_draft_length,
+        repeats=_repeats(work, plain_step_s),
         precision=work.reference,
     )
+
+
+def _repeats(work: Work, plain_step_s: float | None) -> int:
+    if plain_step_s is None:
+        return REPEATS
+    rounds = len(work.space.precisions) * len(work.space.batch_sizes) * (work.config.max_draft_length + 1)
+    # a round of several tokens and rows takes about twice a plain step, or less
+    return min(REPEATS, max(_MIN_REPEATS, int(_COST_SHARE * work.config.budget_s / (2 * rounds * plain_step_s))))
 
 
 def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
@@ -188,7 +202,7 @@ def search_trials(work: Work, objective: Objective, folder: RunFolder) -> Study:
     if len(study.records) < work.config.trials:
         study.enqueue_baselines()  # on resume those that were not reached
     share = work.began + (1 - _LIVE_SHARE) * work.config.budget_s
-    least = min(work.config.trials, 60)
+    least = min(work.config.trials, _LEAST_TRIALS)
     with work.reporter.steps(f"searching {work.config.trials} configurations by replay", work.config.trials) as step:
         study.run(work.config.trials, lambda: work.stop() or (monotonic() > share and len(study.records) >= least), step.at)
     states = [record.state for record in study.records]

@@ -27,7 +27,7 @@ from lossyspec.verification import judge
 from .clock import Clock, default_clock, synchronise
 
 _WARM_UP = 2
-_REPEATS = 7
+REPEATS = 7
 _JUDGE_REPEATS = 5
 
 
@@ -122,7 +122,7 @@ class CostMeter:
         sampling: Sampling,
         max_draft_length: int,
         clock: Clock = default_clock,
-        repeats: int = _REPEATS,
+        repeats: int = REPEATS,
         precision: Precision = "fp32",
     ) -> None:
         self.runners = runners
