@@ -22,6 +22,9 @@ BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
 #: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
 PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
 MAX_DRAFT_LENGTH = 16
+#: bytes of a weight (an int4 group of 32 has 4 bytes of scales), and of a number of the cache
+WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.625}
+CACHE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4, "int4": 4}
 
 
 class Model(BaseModel):

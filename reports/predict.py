@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 
 from lossyspec.records import TrialRecord
+from lossyspec.settings import CACHE_BYTES, WEIGHT_BYTES
 
 from .accelerators import Accelerator
 from .load import Run
-from .roofline import BYTES, Cell, Fit, ModelSize, cells_of, fit_cells, model_size, pass_s, seconds
+from .roofline import Cell, Fit, ModelSize, cells_of, fit_cells, model_size, pass_s, seconds
 from .serving import DRAFTING, JUDGING, KINDS, round_parts, usable
 
 #: factor up and down that is stated when there is only one machine: a convention, not an estimate
@@ -119,9 +120,10 @@ def predict_device(run: Run, device: Accelerator, roofline: Roofline) -> tuple[l
 def _round_s(run: Run, trial: TrialRecord, device: Accelerator, size: ModelSize, fit: Fit) -> float | None:
     """Seconds of a round of a configuration on the device; None when it does not fit."""
     predicted, batch, precision = trial.predicted, trial.batch_size, trial.settings.precision.target
-    if precision not in BYTES or predicted is None:
+    if precision not in WEIGHT_BYTES or predicted is None:
         return None
-    needed = BYTES[precision] * (size.parameters + (size.draft_parameters or 0) + batch * size.cached)
+    needed = WEIGHT_BYTES[precision] * (size.parameters + (size.draft_parameters or 0))
+    needed += CACHE_BYTES[precision] * batch * size.cached
     if needed > device.memory_bytes:
         return None
     drafts = trial.settings.draft_length_for(batch) > 0

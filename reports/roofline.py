@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 
+from lossyspec.settings import CACHE_BYTES, WEIGHT_BYTES
+
 from .accelerators import Accelerator
 from .load import Run
 from .serving import memory
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: achieved share of the roofline outside of which a measurement is called suspect
 PLAUSIBLE = (0.15, 1.0)
 
@@ -59,7 +60,7 @@ def model_size(run: Run) -> ModelSize | str:
     room = memory(run)
     if room is None:
         return "no trial has a memory estimate"
-    size, manifest = BYTES[room.precision], run.manifest
+    weight, number, manifest = WEIGHT_BYTES[room.precision], CACHE_BYTES[room.precision], run.manifest
     batch, total = min(room.bytes_by_batch.items())
     parameters, draft = manifest.target_parameters, manifest.draft_parameters
     if parameters is None:
@@ -69,8 +70,9 @@ def model_size(run: Run) -> ModelSize | str:
             )
         if room.fixed_bytes is None or not room.bytes_per_sequence:
             return "one batch size alone was searched, so weights and cache cannot be told apart"
-        return ModelSize(room.fixed_bytes / size, room.bytes_per_sequence / size, None)
-    return ModelSize(parameters, max(0.0, (total / size - parameters - (draft or 0)) / batch), draft)
+        return ModelSize(room.fixed_bytes / weight, room.bytes_per_sequence / number, None)
+    cached = (total - weight * (parameters + (draft or 0))) / number / batch
+    return ModelSize(parameters, max(0.0, cached), draft)
 
 
 def pass_s(
@@ -78,9 +80,9 @@ def pass_s(
 ) -> Cell | None:
     """A pass at the device's peaks (measured_s is 0); None when it has no rate at the precision."""
     rate = device.rate(precision)
-    if rate is None or precision not in BYTES:
+    if rate is None or precision not in WEIGHT_BYTES:
         return None
-    moved = BYTES[precision] * (parameters + batch * cached)
+    moved = WEIGHT_BYTES[precision] * parameters + CACHE_BYTES[precision] * batch * cached
     computed = 2.0 * parameters * batch * verified
     return Cell(precision, batch, int(verified), moved / device.bandwidth_bytes_per_s, computed / rate, 0.0)
 

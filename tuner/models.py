@@ -11,17 +11,15 @@ import torch
 from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import Draft
 from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, load_draft, names_head
-from lossyspec.loading import DTYPES, LoadedModel, load
+from lossyspec.loading import LoadedModel, load
 from lossyspec.profile import Here
 from lossyspec.records import BlockRecord
 from lossyspec.runner import Runner
-from lossyspec.settings import QUANTISED, Precision, Sampling, Settings
+from lossyspec.settings import CACHE_BYTES, QUANTISED, WEIGHT_BYTES, Precision, Sampling, Settings
 
 from .config import SearchConfig
+from .measurement.energy import EnergyMeter
 from .trace import HEAD_TAUS, TAUS
-
-#: bytes of a weight; an int4 group of 32 has 4 bytes of scales
-_WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.625}
 
 
 class ModelPool:
@@ -35,6 +33,10 @@ class ModelPool:
         self._decoders: dict[str, Decoder] = {}
         self.target: LoadedModel | None = None
         self.draft: LoadedDraft = None
+        #: the dense precision that transformers is fastest in
+        self.outside: Precision = "fp32"
+        #: joules of the runs; replaced while runs are measured
+        self.energy = EnergyMeter({"reason": "not measured outside the live runs"})
 
     def decoder(self, precision: Precision) -> Decoder:
         """The decoder at a precision; loads the models on first use, and checks that target and draft go together."""
@@ -55,6 +57,16 @@ class ModelPool:
         assert self.target is not None
         return identify_here(self.target, self.draft)
 
+    def sizes(self) -> dict[str, int | None]:
+        """Weights of the target and the draft, as the manifest names them; None: not known, or prompt lookup."""
+        assert self.target is not None
+        draft = self.draft
+        drawn = sum(part.numel() for part in draft.head.parameters()) if isinstance(draft, LoadedHead) else None
+        return {
+            "target_parameters": self.target.weights or None,
+            "draft_parameters": draft.weights or None if isinstance(draft, LoadedModel) else drawn,
+        }
+
     def runners(self, precision: Precision) -> tuple[Runner, Draft | None]:
         """Target runner and draft at a precision."""
         decoder = self.decoder(precision)
@@ -68,10 +80,10 @@ class ModelPool:
                 continue
             own = precision or settings.precision.target
             if isinstance(model, LoadedHead):  # in the format of the target's activations
-                total += DTYPES[own].itemsize * sum(part.numel() for part in model.head.parameters())
+                total += CACHE_BYTES[own] * sum(part.numel() for part in model.head.parameters())
             else:
-                total += _WEIGHT_BYTES[own] * model.weights
-                total += DTYPES[own].itemsize * batch * context * _kv_numbers(model.model)
+                total += WEIGHT_BYTES[own] * model.weights
+                total += CACHE_BYTES[own] * batch * context * _kv_numbers(model.model)
         return round(total)
 
     def run_settings(
@@ -81,6 +93,7 @@ class ModelPool:
         decoder = self.decoder(settings.precision.target)
 
         def run(prompts: list[list[int]], seed: int) -> BlockRecord:
+            energy = self.energy.read()
             began = perf_counter()
             generation = decoder.generate_ids(prompts, max_new_tokens, seed=seed, settings=settings, **sampling.model_dump())
             total, stats = perf_counter() - began, generation.stats
@@ -102,6 +115,7 @@ class ModelPool:
                 accepted_at=tuple(stats.accepted_at),
                 first_token_s=stats.prefill_s + stats.round_times_s[0],
                 gaps_s=tuple(gaps[1:]),
+                energy_joules=self.energy.since(energy),
                 outputs=tuple(tuple(answer.tokens) for answer in generation),
             )
 
@@ -111,8 +125,8 @@ class ModelPool:
         self, precision: Precision, sampling: Sampling, max_new_tokens: int
     ) -> Callable[[list[list[int]], int], BlockRecord]:
         """The outside reference: transformers' own `generate` with the same model, prompts and sampling."""
-        # a quantised model has no forward of its own: transformers then runs the widest format
-        decoder = self.decoder(precision if precision not in QUANTISED else "fp32")
+        # a quantised model has no forward of its own: transformers then runs the dense format that is fastest here
+        decoder = self.decoder(precision if precision not in QUANTISED else self.outside)
         model, device = decoder.target.model, decoder.target.device
         pad = next(iter(decoder.eos_ids), 0)
         options: dict[str, Any] = {
@@ -129,10 +143,11 @@ class ModelPool:
             ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
             mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
             torch.manual_seed(seed)
+            energy = self.energy.read()
             began = perf_counter()
             with torch.inference_mode():
                 result = model.generate(input_ids=ids, attention_mask=mask, **options)[:, width:].tolist()
-            total = perf_counter() - began
+            total, joules = perf_counter() - began, self.energy.since(energy)
             outputs = [_until_eos(row, decoder.eos_ids) for row in result]
             return BlockRecord(
                 block=0,
@@ -144,6 +159,7 @@ class ModelPool:
                 decode_s=None,
                 rounds=None,
                 first_token_s=None,
+                energy_joules=joules,
                 outputs=tuple(tuple(output) for output in outputs),
             )
 

@@ -18,7 +18,7 @@ from lossyspec.errors import ConfigurationError, EnvironmentProblem, NoFeasibleP
 from lossyspec.hardware import HardwareInfo, detect_hardware, device_name, supported_precisions, used_gpu
 from lossyspec.profile import Profile, user_profile_folder, write_profile
 from lossyspec.records import Front, RunManifest, TrialRecord
-from lossyspec.settings import PRECISIONS, Precision, Sampling
+from lossyspec.settings import PRECISIONS, QUANTISED, Precision, Sampling
 from lossyspec.versions import versions
 
 from .config import SearchConfig
@@ -134,6 +134,7 @@ class Search:
         manifest = manifest.model_copy(
             update={
                 "status": "complete",
+                "energy": self.pool.energy.note,
                 "timings_s": self._rounded(),
                 "peak_memory_bytes": peak_memory_bytes(),
                 "notes": (*manifest.notes, *confirmed.notes),
@@ -188,7 +189,8 @@ class Search:
         else:
             found = self._screen()
             for precision, reason in found.items():
-                self.pool.forget(precision)
+                if precision != self.pool.outside:
+                    self.pool.forget(precision)
                 excluded[f"precision {precision}"] = reason
                 self.reporter.say(f"precision {precision} is left out: {reason}")
             kept = [name for name in self.space.precisions if name not in found]
@@ -208,6 +210,8 @@ class Search:
                 except ConfigurationError as problem:
                     found[precision] = str(problem)
         self.plain_step_s = next((each.reference_s[0] for each in times.values()), None)
+        dense = {name: each.other_s[0] / each.reference_s[0] for name, each in times.items() if name not in QUANTISED}
+        self.pool.outside = min([self.reference, *dense], key=lambda name: dense.get(name, 1.0))
         return found | left_out(times)
 
     def _workload_note(self) -> dict[str, Any]:
@@ -265,6 +269,7 @@ class Search:
             target=here.target.model_dump(mode="json"),
             draft=here.draft.model_dump(mode="json"),
             tokenizer_sha256=here.tokenizer_sha256,
+            **self.pool.sizes(),
             sampling=self.sampling,
             workload=self._workload_note(),
             hardware=hardware,

@@ -8,12 +8,14 @@ from time import monotonic
 
 from lossyspec.drafting import CompactDraft
 from lossyspec.hardware import HardwareInfo, used_gpu
+from lossyspec.nvml import nvml_session
 from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.records import BlockRecord, TrialRecord
 from lossyspec.settings import Precision, Sampling, Settings
 
 from .config import SearchConfig
 from .measurement.costs import REPEATS, CostMeter, CostTable
+from .measurement.energy import find_energy_meter
 from .measurement.live import Contestant, measure_blocks
 from .models import ModelPool
 from .objective import Objective
@@ -239,17 +241,19 @@ def measure_live(
             folder.add_block(record)
             step.advance()
 
-        return measure_blocks(
-            contestants,
-            traces["confirm"].texts.prompts,
-            budget_s=left,
-            min_blocks=_MIN_BLOCKS,
-            max_blocks=_MAX_BLOCKS,
-            seed=work.config.seed,
-            on_run=keep,
-            stop=work.stop,
-            done=folder.blocks(),
-        )
+        with nvml_session(None, []) as nvml:
+            work.pool.energy = find_energy_meter(work.hardware, nvml)
+            return measure_blocks(
+                contestants,
+                traces["confirm"].texts.prompts,
+                budget_s=left,
+                min_blocks=_MIN_BLOCKS,
+                max_blocks=_MAX_BLOCKS,
+                seed=work.config.seed,
+                on_run=keep,
+                stop=work.stop,
+                done=folder.blocks(),
+            )
 
 
 def named(name: str, run: Callable[[list[list[int]], int], BlockRecord]) -> Callable[[list[list[int]], int], BlockRecord]:
