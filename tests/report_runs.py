@@ -28,8 +28,8 @@ from lossyspec.records import (
     write_record,
 )
 from lossyspec.reports.accelerators import known_accelerators
-from lossyspec.reports.roofline import BYTES, Fit, pass_s, seconds
-from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
+from lossyspec.reports.roofline import Fit, pass_s, seconds
+from lossyspec.settings import WEIGHT_BYTES, NgramSettings, Precisions, Sampling, Settings
 
 PARAMETERS, CACHED, CONTEXT, NEW_TOKENS = 1.5e9, 3e6, 200, 64
 DRAFT_STEP_S = 0.002
@@ -157,7 +157,7 @@ def make_trials(machine: Machine, count: int = 90) -> list[TrialRecord]:
                 predicted=predicted(machine, settings, batch, accepted_of(alpha, theta)),
                 quality=quality(1 + loss),
                 memory_bytes=int(
-                    BYTES[precision] * (PARAMETERS + machine.manifest.get("draft_parameters", 0) + batch * CACHED)
+                    WEIGHT_BYTES[precision] * (PARAMETERS + machine.manifest.get("draft_parameters", 0) + batch * CACHED)
                 ),
                 duration_s=0.01,
             )
