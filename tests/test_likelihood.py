@@ -145,6 +145,7 @@ class TableRunner(Runner):
     def __init__(self, laws: Tensor) -> None:
         self.position_limit = None
         self.logs = laws.log().float()
+        self.vocab_size = laws.shape[-1]
         self.device = torch.device("cpu")
         self.tokens = torch.zeros(0, 0, dtype=torch.long)
         self.features = None
