@@ -476,7 +476,7 @@ def test_a_draft_with_another_tokenizer_is_searched_like_any_other(place: Path, 
     save_tiny(tmp_path / "draft", seed=2)
     tiny_tokenizer(90).save_pretrained(tmp_path / "draft")
     result = search(place, tmp_path / "run", draft=str(tmp_path / "draft"), trials=4, texts=2, batch_sizes=(1,))
-    law = next(iter(load_trace(result.folder / "trace.safetensors")["search"].laws.values()))
+    (law,) = next(iter(load_trace(result.folder / "trace.safetensors")["search"].laws.values()))
     assert isinstance(law, BinnedLaw)
     assert result.folder.joinpath("profile.json").exists()
 

@@ -49,14 +49,14 @@ def anew(decoder: Decoder, prompt: list[int], new: int, **options: Any) -> list[
 def count_reads(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills with the number of tokens of each later pass of a model."""
     widths: list[int] = []
-    run = Runner._run
+    place = Runner._place
 
-    def counted(self: Runner, module: Any, tokens: torch.Tensor, starts: list[int]) -> Any:
+    def counted(self: Runner, tokens: torch.Tensor, starts: list[int]) -> Any:
         if self.model is runner.model:
             widths.append(tokens.shape[1])
-        return run(self, module, tokens, starts)
+        return place(self, tokens, starts)
 
-    monkeypatch.setattr(Runner, "_run", counted)
+    monkeypatch.setattr(Runner, "_place", counted)
     return widths
 
 

@@ -284,11 +284,11 @@ def test_a_trace_holds_the_law_that_the_draft_has_along_the_text() -> None:
     target, _ = tiny_pair()
     draft, model = tiny_draft()
     prompt, output = [1, 4, 3], [4, 3, 5, 2, 1, 6]
-    tracer = Tracer(Sampling(), None, 4)
+    tracer = Tracer(Sampling(), 4)
     trace = tracer.begin(Texts([prompt], [output], [True]), "fp32")
     tracer.add(trace, "fp32", Runner(target.model, vocab_size=SIZES[0]), draft, taus=(0.7,))
-    law: Any = trace.laws["fp32", 0.7]
-    assert trace.deeper["fp32", 0.7] == ()
+    law: Any
+    (law,) = trace.laws["fp32", 0.7]
     q = torch.stack([fresh_q(model, prompt + output[:place], 0.7) for place in range(len(output))])
     torch.testing.assert_close(law.q_text.float(), q[range(6), output], rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(law.confidence.float(), q.amax(-1), rtol=1e-3, atol=1e-5)

@@ -251,6 +251,8 @@ def same_trace(one: Trace, other: Trace) -> None:
     assert {key: len(laws) for key, laws in one.laws.items()} == {key: len(laws) for key, laws in other.laws.items()}
     for key, values in one.plain.items():
         assert np.array_equal(values, other.plain[key])
+        assert np.array_equal(one.entropy[key], other.entropy[key])
+    assert (one.kinds is None) == (other.kinds is None)
     pairs: list[tuple[Any, Any, Any]] = [(key, law, other.lookup[key]) for key, law in one.lookup.items()]
     pairs += [(key, *two) for key, laws in one.laws.items() for two in zip(laws, other.laws[key], strict=True)]
     for key, law, twin in pairs:
@@ -270,6 +272,7 @@ def test_a_trace_survives_its_file(pair: Pair, tmp_path: Path) -> None:
     assert isinstance(law, OneHotLaw)
     other = {name: getattr(law, name).clone() for name in law.__dataclass_fields__}
     traces["confirm"].lookup["bf16"] = replace(law, **other | {"p_text": law.p_text / 2})
+    traces["confirm"].entropy["bf16"] = traces["confirm"].entropy["fp32"] + 0.1
     traces["confirm"].plain["bf16"] = traces["confirm"].plain["fp32"] - 0.1
     path = tmp_path / "trace.safetensors"
     save_trace(path, traces)
