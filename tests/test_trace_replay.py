@@ -877,12 +877,12 @@ def test_greedy_replay_of_a_mixed_draft_counts_exactly_what_live_greedy_decoding
         assert flow.acceptance == pytest.approx(stats.acceptance, abs=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["exact", "optimal", "priced"])
+@pytest.mark.parametrize("rule", ["exact", "priced"])
 def test_a_batch_whose_rows_draft_unalike_emits_the_law_that_replay_scores(pair: Pair, rule: str) -> None:
     """Texts of two tokens from a row that looks up beside one that does not: their frequencies are exp(log likelihood)."""
     prompts = [[3, 4, 5, 3, 4], [6, 7, 8, 9]]
     settings = Settings(rule=rule, alpha=0.4 if rule != "exact" else 0.0, draft_length=2, **MIXED)  # type: ignore[arg-type]
-    count = 6000
+    count = 3000
     draft, stats = ModelDraft(pair.draft, VOCAB), Stats()
     job = Job(settings, Sampling(), Stopping(2), torch.Generator().manual_seed(0))
     *_, rows = decode(pair.target, draft, prompts * count, job, stats)
