@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .decoder import Completion, Decoder, Generation, Piece
     from .profile import Match, Profile
     from .session import Session
-    from .settings import Sampling, Settings
+    from .settings import Policy, Recovery, Sampling, Settings
 
 _LAZY = {
     "Completion": "decoder",
@@ -16,13 +16,27 @@ _LAZY = {
     "Generation": "decoder",
     "Piece": "decoder",
     "Match": "profile",
+    "Policy": "settings",
     "Profile": "profile",
+    "Recovery": "settings",
     "Sampling": "settings",
     "Session": "session",
     "Settings": "settings",
 }
 
-__all__ = ["Completion", "Decoder", "Generation", "Match", "Piece", "Profile", "Sampling", "Session", "Settings"]
+__all__ = [
+    "Completion",
+    "Decoder",
+    "Generation",
+    "Match",
+    "Piece",
+    "Policy",
+    "Profile",
+    "Recovery",
+    "Sampling",
+    "Session",
+    "Settings",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,10 +11,10 @@ import torch
 from conftest import save_tiny, tiny_model
 from test_search_end_to_end import search, write_prompts
 
+import lossyspec.tuner.screening as screening
 from lossyspec.errors import ConfigurationError
 from lossyspec.runner import Runner
 from lossyspec.tuner.screening import Times, left_out, measure
-from lossyspec.tuner.search import Search
 from lossyspec.tuner.store import RunFolder
 
 
@@ -67,11 +67,11 @@ def test_a_search_leaves_out_what_is_slower_keeps_what_is_not_and_resumes_with_t
     write_prompts(place / "prompts.jsonl")
     asked: list[int] = []
 
-    def screen(self: Search) -> dict[str, str]:
+    def screened(*given: Any) -> tuple[dict[str, str], float]:
         asked.append(1)
-        return {"bf16": "too slow", "int8": "too slow"}
+        return {"bf16": "too slow", "int8": "too slow"}, 0.001
 
-    monkeypatch.setattr(Search, "_screen", screen)
+    monkeypatch.setattr(screening, "screen", screened)
     search(place, tmp_path / "run", precisions=None, trials=20)
     assert asked == [1]
     manifest = RunFolder(tmp_path / "run").manifest()
@@ -106,9 +106,20 @@ def test_a_precision_that_does_not_run_with_the_model_says_so() -> None:
             raise ConfigurationError("int8 needs a model of the Llama family")
         return SimpleNamespace(target=reference)
 
-    search = object.__new__(Search)
-    search.reference = "fp32"
-    search.pool = SimpleNamespace(decoder=decoder)  # type: ignore[assignment]
-    search.space = SimpleNamespace(precisions=("fp32", "int8"))  # type: ignore[assignment]
-    assert search._screen() == {"int8": "int8 needs a model of the Llama family"}
-    assert search.plain_step_s is None
+    pool: Any = SimpleNamespace(decoder=decoder, outside="fp32")
+    space: Any = SimpleNamespace(precisions=("fp32", "int8"))
+    assert screening.screen(space, pool, "fp32") == ({"int8": "int8 needs a model of the Llama family"}, None)
+
+
+def test_transformers_runs_in_the_dense_format_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"bf16": (0.8, 2.0), "fp16": (0.9, 0.9), "int4": (0.3, 0.3)}
+
+    def timed(reference: Any, other: Any) -> Times:
+        return Times((1.0, 1.0), times[other])
+
+    monkeypatch.setattr(screening, "measure", timed)
+    pool: Any = SimpleNamespace(decoder=lambda precision: SimpleNamespace(target=precision), outside="fp32")
+    space: Any = SimpleNamespace(precisions=("fp32", *times))
+    found, plain_step_s = screening.screen(space, pool, "fp32")
+    assert (pool.outside, plain_step_s) == ("bf16", 1.0)
+    assert set(found) == {"bf16"}

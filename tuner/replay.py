@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from lossyspec.records import Corpus, Estimate, Quality
 from lossyspec.settings import BOUNDARIES, Policy, Settings
 
 from .laws import Answer, GreedyLaw, Law
+from .sides import Side, Sides
 from .trace import TAUS, Trace, forced_chain
 
 #: tokens of the past that weigh a position when the flow of a lossy decoder is estimated, and the most that one may weigh
@@ -56,51 +57,6 @@ class Replayed:
         """Perplexity of the decoder over the reference target's, over all texts; inf when a text has likelihood 0."""
         mean = float(self.log_ratio.sum() / self.tokens.sum())
         return math.inf if mean >= 700 else math.exp(mean)
-
-
-@dataclass(frozen=True)
-class _Side:
-    """One of who may draft: its laws by depth (one: alike at all), their answers, and the least confidence it drafts at."""
-
-    laws: tuple[Law, ...]
-    answers: tuple[Answer, ...]
-    least: float
-
-
-@dataclass(frozen=True)
-class _Sides:
-    """Who drafts: prompt lookup, the draft, or both, where rounds that begin at a long match are lookup."""
-
-    replay: Replay
-    draft_length: int
-    lookup: _Side | None
-    draft: _Side | None
-
-    @property
-    def all(self) -> list[_Side]:
-        """Those that take part."""
-        return [side for side in (self.lookup, self.draft) if side is not None]
-
-    def over(self, values: Callable[[_Side], Sequence[torch.Tensor]]) -> Floats:
-        """(N, L, 1), or (N, L, draft_length) where the depth matters, from (T,) values of a side at each of its depths;
-        beyond the last one that holds."""
-        padded = [self._by_depth(values(side)) for side in self.all]
-        if len(padded) == 1:
-            return padded[0]
-        return np.where(self._looked_up(), padded[0], padded[1])
-
-    def _by_depth(self, flat: Sequence[torch.Tensor]) -> Floats:
-        padded = [self.replay._padded(values) for values in flat]
-        if len(padded) > 1:
-            padded += [padded[-1]] * (self.draft_length - len(padded))
-        return np.stack(padded, -1)
-
-    def _looked_up(self) -> Flags:
-        """(N, L, draft_length) whether a round that began d places before each position was one of prompt lookup."""
-        assert self.lookup is not None
-        begins = self.replay._padded(self.lookup.laws[0].confidence >= self.lookup.least).astype(bool)
-        depths = [np.pad(begins, ((0, 0), (depth, 0)))[:, : begins.shape[1]] for depth in range(max(self.draft_length, 1))]
-        return np.stack(depths, -1)
 
 
 def certificate(settings: Settings) -> float | None:
@@ -171,23 +127,23 @@ class Replay:
 
     # who drafts
 
-    def _sides(self, settings: Settings) -> _Sides:
+    def _sides(self, settings: Settings) -> Sides:
         """The laws and their answers of who drafts under `settings`."""
         precision, gamma = settings.precision.target, settings.draft_length
         theta = max(settings.theta, 0.0)
         law = self._lookup_law(precision)
-        lookup = _Side((law,), (self._answer(settings, None, 0, law),), theta)
+        lookup = Side((law,), (self._answer(settings, None, 0, law),), theta)
         if not self.trace.laws or settings.source == "ngram" or gamma == 0:
-            return _Sides(self, gamma, lookup, None)
+            return Sides(self._padded, gamma, lookup, None)
         tau = 1.0 if self._single else nearest_tau(settings.tau)
         if (precision, tau) not in self.trace.laws:
             raise ConfigurationError(f"the draft was not traced at precision {precision} and tau {tau}")
         laws = self.trace.laws[precision, tau][:gamma]
         answers = tuple(self._answer(settings, tau, depth, law) for depth, law in enumerate(laws))
-        draft = _Side(laws, answers, theta)
+        draft = Side(laws, answers, theta)
         if settings.source == "draft":
-            return _Sides(self, gamma, None, draft)
-        return _Sides(self, gamma, replace(lookup, least=least_match(settings)), draft)
+            return Sides(self._padded, gamma, None, draft)
+        return Sides(self._padded, gamma, replace(lookup, least=least_match(settings)), draft)
 
     def _lookup_law(self, precision: str) -> Law:
         if precision not in self.trace.lookup:
@@ -229,7 +185,7 @@ class Replay:
 
     # what comes of it
 
-    def _mean(self, recursion: Recursion, sides: _Sides, value: Callable[[Answer], torch.Tensor | None]) -> float | None:
+    def _mean(self, recursion: Recursion, sides: Sides, value: Callable[[Answer], torch.Tensor | None]) -> float | None:
         """Mean over emitted positions, where the relaxed law rules at a share of them; None if not known or not finite."""
         if any(value(answer) is None for side in sides.all for answer in side.answers):
             return None
@@ -238,7 +194,7 @@ class Replay:
         total = float(np.where(share > 0, padded, 0.0).ravel() @ share.ravel())
         return max(total / float(self.tokens.sum()), 0.0) if math.isfinite(total) else None
 
-    def _flow(self, recursion: Recursion, settings: Settings, sides: _Sides) -> Flow:
+    def _flow(self, recursion: Recursion, settings: Settings, sides: Sides) -> Flow:
         """Expected rounds, and how many tokens are drafted in each, weighed by where rounds begin."""
         gamma = settings.draft_length
         weight = self._own_text(recursion)
@@ -255,7 +211,7 @@ class Replay:
         drafted = float(shares @ np.arange(gamma + 1)) * rounds
         return Flow(tokens / rounds, accepted / drafted if drafted > 0 else None, shares, steps)
 
-    def _lengths(self, sides: _Sides, gamma: int) -> tuple[Any, Flags]:
+    def _lengths(self, sides: Sides, gamma: int) -> tuple[Any, Flags]:
         """(N, L) how many tokens a round that begins at each position drafts, and whether the draft model draws them."""
         flat = np.zeros(self.trace.texts.tokens, dtype=int)
         if sides.draft is not None and gamma:

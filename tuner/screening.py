@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 
+from lossyspec.errors import ConfigurationError
 from lossyspec.runner import Runner
-from lossyspec.settings import Precision
+from lossyspec.settings import QUANTISED, Precision
 
 from .measurement.clock import Clock, default_clock, synchronise
+from .models import ModelPool
+from .search_space import SearchSpace
 
 #: tokens of a pass that plain decoding and a usual round verify
 WIDTHS = (1, 4)
@@ -72,6 +75,37 @@ def left_out(times: Mapping[Precision, Times]) -> dict[Precision, str]:
         faster = " and ".join(ranked[:_MOST])
         found[name] = f"{faster} are faster here, and a search looks at {_MOST + 1} precisions; ask for it with --precision"
     return found
+
+
+def screen(space: SearchSpace, pool: ModelPool, reference: Precision) -> tuple[dict[Precision, str], float | None]:
+    """The precisions to do without (they do not run with this model, or others are faster), and seconds of a plain step of
+    the reference (None: nothing to compare it with). Tells the pool which dense format is fastest."""
+    found: dict[Precision, str] = {}
+    times: dict[Precision, Times] = {}
+    base = pool.decoder(reference).target
+    for precision in space.precisions:
+        if precision != reference:
+            try:
+                times[precision] = measure(base, pool.decoder(precision).target)
+            except ConfigurationError as problem:
+                found[precision] = str(problem)
+    dense = {name: each.other_s[0] / each.reference_s[0] for name, each in times.items() if name not in QUANTISED}
+    pool.outside = min([reference, *dense], key=lambda name: dense.get(name, 1.0))
+    return found | left_out(times), next((each.reference_s[0] for each in times.values()), None)
+
+
+def narrow(
+    space: SearchSpace, pool: ModelPool, reference: Precision, say: Callable[[str], None]
+) -> tuple[SearchSpace, float | None]:
+    """The space without those precisions, with the reasons in `excluded`; and seconds of a plain step, as `screen`."""
+    found, plain_step_s = screen(space, pool, reference)
+    for precision, reason in found.items():
+        if precision != pool.outside:
+            pool.forget(precision)
+        say(f"precision {precision} is left out: {reason}")
+    kept = tuple(name for name in space.precisions if name not in found)
+    excluded = space.excluded | {f"precision {name}": reason for name, reason in found.items()}
+    return replace(space, precisions=kept, excluded=excluded), plain_step_s
 
 
 def _step_s(runner: Runner, width: int, clock: Clock) -> Callable[[], float]:

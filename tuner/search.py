@@ -18,7 +18,7 @@ from lossyspec.errors import ConfigurationError, EnvironmentProblem, NoFeasibleP
 from lossyspec.hardware import HardwareInfo, detect_hardware, device_name, supported_precisions, used_gpu
 from lossyspec.profile import Profile, user_profile_folder, write_profile
 from lossyspec.records import Front, RunManifest, TrialRecord
-from lossyspec.settings import PRECISIONS, QUANTISED, Precision, Sampling
+from lossyspec.settings import PRECISIONS, Sampling
 from lossyspec.versions import versions
 
 from .config import SearchConfig
@@ -27,7 +27,7 @@ from .models import ModelPool
 from .objective import Objective
 from .progress import Reporter
 from .replay import Replay
-from .screening import Times, left_out, measure
+from .screening import narrow
 from .search_space import SearchSpace, build_space
 from .selection import to_confirm
 from .stages import Work, make_meter, make_traces, measure_costs, measure_live, search_trials, trace_chosen
@@ -179,40 +179,14 @@ class Search:
 
     def _narrow(self) -> None:
         """Leaves out the precisions that cannot win here; on resume, those that the run had left out."""
-        excluded = dict(self.space.excluded)
         if self.resume:
             stored = unfinished_folder(self.out, self.config.task).manifest()
             kept = stored.space["precision"]["attributes"]["choices"]
-            excluded = stored.excluded
-        elif self.config.precisions is not None:
-            return
-        else:
-            found = self._screen()
-            for precision, reason in found.items():
-                if precision != self.pool.outside:
-                    self.pool.forget(precision)
-                excluded[f"precision {precision}"] = reason
-                self.reporter.say(f"precision {precision} is left out: {reason}")
-            kept = [name for name in self.space.precisions if name not in found]
-        precisions = tuple(name for name in self.space.precisions if name in kept)
-        self.space = replace(self.space, precisions=precisions, excluded=excluded)
+            precisions = tuple(name for name in self.space.precisions if name in kept)
+            self.space = replace(self.space, precisions=precisions, excluded=stored.excluded)
+        elif self.config.precisions is None:
+            self.space, self.plain_step_s = narrow(self.space, self.pool, self.reference, self.reporter.say)
         self.work = replace(self.work, space=self.space)
-
-    def _screen(self) -> dict[Precision, str]:
-        """The precisions to do without: they do not run with this model, or others are faster."""
-        found: dict[Precision, str] = {}
-        times: dict[Precision, Times] = {}
-        reference = self.pool.decoder(self.reference).target
-        for precision in self.space.precisions:
-            if precision != self.reference:
-                try:
-                    times[precision] = measure(reference, self.pool.decoder(precision).target)
-                except ConfigurationError as problem:
-                    found[precision] = str(problem)
-        self.plain_step_s = next((each.reference_s[0] for each in times.values()), None)
-        dense = {name: each.other_s[0] / each.reference_s[0] for name, each in times.items() if name not in QUANTISED}
-        self.pool.outside = min([self.reference, *dense], key=lambda name: dense.get(name, 1.0))
-        return found | left_out(times)
 
     def _workload_note(self) -> dict[str, Any]:
         return {
