@@ -17,8 +17,8 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     options = parser.parse_args()
     trace = load_trace(options.run / "trace.safetensors")["search"]
-    precisions = sorted({precision for precision, _ in trace.laws})
-    taus = sorted({tau for _, tau in trace.laws})
+    precisions = sorted(trace.lookup)
+    taus = sorted({tau for _, tau in trace.laws}) or [1.0]
     grid = list(
         itertools.product(
             ("optimal", "priced"), [step / 25 for step in range(1, 20)], (1, 2, 4, 8), (0.0, 0.6), precisions, taus
