@@ -7,6 +7,7 @@ own: fused matrices are one block of memory that the model's separate ones are v
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .kv_cache import RowCache, layer_types
+
+logger = logging.getLogger("lossytune")
 
 #: on the CPU, passes of at most this many tokens a row attend by two plain products; longer ones by the fused kernel
 _SHORT = 32
@@ -81,7 +84,7 @@ class FusedStack:
     """Embedding, layers, final norm and output rows of one model, over a RowCache."""
 
     def __init__(self, model: Any) -> None:
-        """Raises ValueError for a model that is not built like the family."""
+        """Raises an exception of some kind for a model that is not built like the family; see `fuse`."""
         stack, text = model.base_model, model.config.get_text_config()
         if set(dict(stack.named_children())) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
             raise _Unlike(f"its parts are {', '.join(dict(stack.named_children()))}")
@@ -188,12 +191,19 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tens
 
 
 def fuse(model: Any) -> FusedStack | None:
-    """The fused stack of a model, None when it is not built like the family or gives other logits."""
+    """The fused stack of a model; None, with the reason in the debug log, when it is not built like the family or gives
+    other logits."""
     try:
         stack = FusedStack(model)
-        return stack if _agrees(model, stack) else None
-    except (_Unlike, AttributeError, TypeError, RuntimeError, ValueError):
-        return None
+        if _agrees(model, stack):
+            return stack
+        reason = "it gives other logits than the model's own forward"
+    except torch.OutOfMemoryError:
+        raise
+    except (_Unlike, AttributeError, TypeError, RuntimeError, ValueError) as problem:  # parts or shapes of another family
+        reason = str(problem)
+    logger.debug("%s runs as transformers runs it: %s", type(model).__name__, reason)
+    return None
 
 
 @torch.inference_mode()

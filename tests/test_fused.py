@@ -38,8 +38,12 @@ def test_the_family_is_fused_and_gives_the_models_own_logits(architecture: str) 
 
 
 @pytest.mark.parametrize("architecture", OTHERS)
-def test_other_architectures_run_as_transformers_runs_them(architecture: str) -> None:
-    assert fuse(lively_model(architecture)) is None
+def test_other_architectures_run_as_transformers_runs_them_and_the_reason_is_logged(
+    architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", logger="lossytune"):
+        assert fuse(lively_model(architecture)) is None
+    assert "runs as transformers runs it: its parts are" in caplog.text
 
 
 def test_fused_matrices_are_the_models_own_memory() -> None:
