@@ -48,6 +48,12 @@ class Group:
         return PALETTE[(first + self.devices().index(device)) % len(PALETTE)]
 
 
+def _measured(group: Group, place: int, kind: str, marks: Sequence[Mark]) -> Series:
+    """The points of one kind that the run at `place` of the group measured live."""
+    colour = group.colour(place, kind)
+    return Series(group.name(place, kind), group.labels[place], kind, "measured", colour, tuple(marks), joined=False)
+
+
 def compare_figure(group: Group) -> Drawn:
     """Tokens/s against loss: the front of every run on absolute axes."""
     title = "Tokens/s against loss"
@@ -56,17 +62,7 @@ def compare_figure(group: Group) -> Drawn:
         for kind in KINDS:
             marks = [mark for point in run.points if point.kind == kind and (mark := _front_mark(run, label, point))]
             if marks:
-                series.append(
-                    Series(
-                        group.name(place, kind),
-                        label,
-                        kind,
-                        "measured",
-                        group.colour(place, kind),
-                        tuple(marks),
-                        joined=False,
-                    )
-                )
+                series.append(_measured(group, place, kind, marks))
     if not series:
         return Missing(title, "no point was measured live")
     return Chart("speed-against-loss", title, "Loss: perplexity over the target's, %", "Tokens/s a device, decoding",
@@ -221,17 +217,7 @@ def check_figure(group: Group) -> Drawn:
                     text = f"{label}, {kind}, trial {point.trial}: predicted {expected:.2f}x, measured {speed.value:.2f}x"
                     marks.append(Mark(point.predicted.speedup, speed.value, text, low, high))
             if marks:
-                series.append(
-                    Series(
-                        group.name(place, kind),
-                        label,
-                        kind,
-                        "measured",
-                        group.colour(place, kind),
-                        tuple(marks),
-                        joined=False,
-                    )
-                )
+                series.append(_measured(group, place, kind, marks))
     if not series:
         return Missing(title, "no drafting point was measured live")
     return Chart("predicted-and-measured", title, "Predicted speed-up", "Measured speed-up", tuple(series),
