@@ -651,6 +651,17 @@ def head(pair: Pair) -> Head:
     return Head(target, draft, Replay(head_trace(target, draft, pair.cut, 1.0)))
 
 
+def exact_log_ratio(
+    p: Tensor, q: Tensor, draftable: Tensor, texts: Texts, settings: Settings
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The exact recursion on full laws by depth; all texts are cut at the limit, whose last token is never drafted."""
+    draftable[:, -1] = False
+    tokens, mask = torch.tensor(texts.outputs), torch.ones(p.shape[:2], dtype=torch.bool)
+    alpha = torch.full(tokens.shape, settings.alpha, dtype=torch.float64)
+    weights = dense_weights(p, q, tokens, settings.rule, alpha, draftable, mask)
+    return np.log(weights.plain).sum(1) - forward(weights, settings.draft_length).log_likelihood
+
+
 def head_log_ratio(head: Head, texts: Texts, settings: Settings) -> np.ndarray[Any, np.dtype[np.float64]]:
     """As `direct_log_ratio`, with q of each depth of a round; all texts are cut at the limit."""
     depths, both = settings.draft_length, list(zip(texts.prompts, texts.outputs, strict=True))
@@ -663,11 +674,7 @@ def head_log_ratio(head: Head, texts: Texts, settings: Settings) -> np.ndarray[A
         for depth, logits in enumerate(laws):
             q[row, :, depth, head.draft.support] = (logits.double() / settings.tau).softmax(-1)
     draftable = q.amax(-1) >= settings.theta
-    draftable[:, -1] = False
-    tokens, mask = torch.tensor(texts.outputs), torch.ones(p.shape[:2], dtype=torch.bool)
-    alpha = torch.full(tokens.shape, settings.alpha, dtype=torch.float64)
-    weights = dense_weights(p, q, tokens, settings.rule, alpha, draftable, mask)
-    return np.log(weights.plain).sum(1) - forward(weights, depths).log_likelihood
+    return exact_log_ratio(p, q, draftable, texts, settings)
 
 
 @pytest.mark.parametrize(
@@ -816,11 +823,7 @@ def mixed_log_ratio(pair: Pair, texts: Texts, settings: Settings) -> np.ndarray[
                 q[row, place, depth, looked[place][0][0]] = 1.0
             else:
                 draftable[row, place, depth] = False
-    draftable[:, -1] = False
-    tokens, mask = torch.tensor(texts.outputs), torch.ones(p.shape[:2], dtype=torch.bool)
-    alpha = torch.full(tokens.shape, settings.alpha, dtype=torch.float64)
-    weights = dense_weights(p, q, tokens, settings.rule, alpha, draftable, mask)
-    return np.log(weights.plain).sum(1) - forward(weights, depths).log_likelihood
+    return exact_log_ratio(p, q, draftable, texts, settings)
 
 
 @pytest.mark.parametrize(
