@@ -12,7 +12,7 @@ import torch
 from .drafting import Draft, Proposal, Request
 from .errors import ConfigurationError, NumericalError
 from .mixed_drafting import propose
-from .policy import Boundaries, Walk, factors, moved
+from .policy import Boundaries, Seen, Walk, factors, moved
 from .runner import Runner
 from .sampling import Processor, penalise, probabilities
 from .settings import MAX_DRAFT_LENGTH, Policy, Sampling, Settings
@@ -129,13 +129,12 @@ def _round(
     uniforms = torch.rand(p.shape[:2], generator=job.generator, device=p.device)
     level = 0.0 if settings.lossless else settings.alpha
     alpha = torch.full(proposal.tokens.shape, level, device=p.device)
-    guided = settings.policy.active and not settings.lossless
-    walks = [row.walk for row in rows]
-    if guided:
-        alpha = alpha * factors(walks, job.boundaries, proposal, p)
+    seen, walks = Seen(p) if settings.policy.active and not settings.lossless else None, [row.walk for row in rows]
+    if seen is not None:
+        alpha = alpha * factors(seen, walks, job.boundaries, proposal)
     accepted, following = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)
-    if guided:
-        for row, walk in zip(rows, moved(walks, proposal, p, accepted, following), strict=True):
+    if seen is not None:
+        for row, walk in zip(rows, moved(seen, walks, proposal, accepted, following), strict=True):
             row.walk = walk
     if job.processors or sampling.repetition_penalty != 1.0:
         _check_choice(p, accepted, starts)

@@ -92,33 +92,42 @@ class Walk:
         )
 
 
-def factors(walks: Sequence[Walk], boundaries: Boundaries | None, proposal: Proposal, p: Tensor) -> Tensor:
-    """(batch, width) factors on alpha, each from the prefix that ends before its drafted token. p: (batch, width + 1, V)."""
+class Seen:
+    """What a round's walks need of p (batch, width + 1, V): its entropies, taken once, and log probabilities of tokens."""
+
+    def __init__(self, p: Tensor) -> None:
+        self.p = p
+        self.entropies: list[list[float]] = entropy(p).tolist()
+
+    def log_p(self, tokens: Tensor) -> list[list[float]]:
+        """Of tokens (batch, n) at the first n places."""
+        chosen = self.p[:, : tokens.shape[1]].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        logs: list[list[float]] = chosen.log().tolist()
+        return logs
+
+
+def factors(seen: Seen, walks: Sequence[Walk], boundaries: Boundaries | None, proposal: Proposal) -> Tensor:
+    """(batch, width) factors on alpha, each from the prefix that ends before its drafted token."""
     found = torch.ones(proposal.tokens.shape)
-    tokens, chances, entropies = _seen(p[:, :-1], proposal.tokens)
+    tokens, chances, entropies = proposal.tokens.tolist(), seen.log_p(proposal.tokens), seen.entropies
     for row, walk in enumerate(walks):
         for column in range(proposal.lengths[row]):
             kinds = boundaries.after(walk.tail) if boundaries is not None else frozenset()
             found[row, column] = walk.factor(entropies[row][column], kinds)
             walk = walk.then(tokens[row][column], chances[row][column], entropies[row][column])
-    return found.to(p.device)
+    return found.to(seen.p.device)
 
 
-def moved(walks: Sequence[Walk], proposal: Proposal, p: Tensor, accepted: list[int], following: list[int]) -> list[Walk]:
+def moved(seen: Seen, walks: Sequence[Walk], proposal: Proposal, accepted: list[int], following: list[int]) -> list[Walk]:
     """The walks after what a round emitted: the accepted tokens of each row, and the one that follows them."""
-    last = torch.tensor(following, device=p.device)
+    device = seen.p.device
+    last = torch.tensor(following, device=device)
     emitted = torch.cat([proposal.tokens, last[:, None]], 1)
-    emitted[torch.arange(len(walks), device=p.device), torch.tensor(accepted, device=p.device)] = last
-    tokens, chances, entropies = _seen(p, emitted)
+    emitted[torch.arange(len(walks), device=device), torch.tensor(accepted, device=device)] = last
+    tokens, chances, entropies = emitted.tolist(), seen.log_p(emitted), seen.entropies
     found = []
     for row, walk in enumerate(walks):
         for column in range(accepted[row] + 1):
             walk = walk.then(tokens[row][column], chances[row][column], entropies[row][column])
         found.append(walk)
     return found
-
-
-def _seen(p: Tensor, tokens: Tensor) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
-    """tokens (batch, n), the log probabilities of them under p (batch, n, V), and the entropies of p, as lists."""
-    chosen = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
-    return tokens.tolist(), chosen.tolist(), entropy(p).tolist()
