@@ -12,7 +12,7 @@ import torch
 
 from .decoding import Job, Row, decode
 from .drafting import Draft
-from .drafts import NGRAM, LoadedDraft, automatic, draft_identity, draft_name, load_draft, make_draft
+from .drafts import NGRAM, SELF, LoadedDraft, automatic, draft_identity, draft_name, load_draft, make_draft
 from .errors import ConfigurationError, ProfileMismatch
 from .hardware import detect_hardware
 from .loading import LoadedModel, load, same_tokenizer, shared_vocab_size, tokenizer_sha256
@@ -71,7 +71,7 @@ class Generation:
 class Decoder:
     """Speculative decoding with one target, one draft and one set of settings.
 
-    draft: None for prompt lookup (n-gram), a feature head, or a loaded model.
+    draft: None for prompt lookup (n-gram), the target itself, a feature head, or a loaded model.
     match: how the profile that the settings come from fits this machine (None: settings given by hand).
     """
 
@@ -137,7 +137,7 @@ class Decoder:
         """The decoder of the best known profile; without a named draft, of any draft that this target can have."""
         precision = Settings().precision.target
         target_model = load(target, precision)
-        names = [draft] if draft else list(dict.fromkeys([automatic(target), NGRAM]))
+        names = [draft] if draft else list(dict.fromkeys([automatic(target), NGRAM, SELF]))
         drafts = [load_draft(name, target_model, precision) for name in names]
         found = [
             (*choose(identify_here(target_model, loaded), task), loaded, name)
@@ -150,6 +150,9 @@ class Decoder:
             logger.warning("no profile: lossless defaults (%s)", "; ".join(match.reasons))
             return cls(target_model, draft_model, match=match)
         wanted = best.settings.precision
+        if best.match.draft.kind == "self":  # in which precision it drafts is not in its identity
+            name = draft_name(best.match.draft)
+            draft_model = load_draft(name, target_model, precision)
         if wanted.target != precision or (wanted.draft or precision) != precision:  # the identity does not depend on it
             target_model = load(target, wanted.target)
             draft_model = load_draft(name, target_model, wanted.draft or wanted.target)

@@ -15,6 +15,7 @@ from .mixed_drafting import propose
 from .policy import Boundaries, Seen, Walk, factors, moved
 from .runner import Runner
 from .sampling import Processor, penalise, probabilities
+from .self_drafting import attach
 from .settings import MAX_DRAFT_LENGTH, Policy, Sampling, Settings
 from .stats import Stats
 from .stopping import Stopping, cut
@@ -71,6 +72,7 @@ def decode(
         )
     longest = max(map(len, prompts)) + job.stopping.max_new_tokens
     target.check_room(longest)
+    attach(draft, target, job.settings)
     stats.rows += len(prompts)
     began = perf_counter()
     capacity = longest + MAX_DRAFT_LENGTH + 1
@@ -121,15 +123,15 @@ def _round(
     drafted = perf_counter()
     last = torch.tensor([[prefix[-1]] for prefix in prefixes], device=target.device)
     starts = [len(prefix) - 1 for prefix in prefixes]
-    logits = target.logits(torch.cat([last, proposal.tokens], 1), starts)
+    logits = target.logits(torch.cat([last, proposal.tokens], 1), starts, settings.attention.on("verify"))
     if draft is not None:
         draft.observe(target.features, starts)
     verified = perf_counter()
     p = probabilities(penalise(logits, prefixes, proposal.tokens, sampling, job.processors), sampling)
     uniforms = torch.rand(p.shape[:2], generator=job.generator, device=p.device)
-    level = 0.0 if settings.lossless else settings.alpha
+    level = settings.alpha if settings.relaxed else 0.0
     alpha = torch.full(proposal.tokens.shape, level, device=p.device)
-    seen, walks = Seen(p) if settings.policy.active and not settings.lossless else None, [row.walk for row in rows]
+    seen, walks = Seen(p) if settings.policy.active and settings.relaxed else None, [row.walk for row in rows]
     if seen is not None:
         alpha = alpha * factors(seen, walks, job.boundaries, proposal)
     accepted, following = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)

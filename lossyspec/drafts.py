@@ -1,4 +1,4 @@
-"""Which draft a name means: prompt lookup, a feature head, or a model, with the target's tokenizer or another."""
+"""Which draft a name means: prompt lookup, the target itself, a feature head, or a model, with any tokenizer."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .drafting import Draft, ModelDraft, NgramDraft
-from .errors import ConfigurationError
+from .errors import ConfigurationError, nearest
 from .head_drafting import FeatureDraft
 from .head_files import embedded_head, head_identity, is_head, load_head
 from .loading import LoadedModel, load, same_tokenizer
 from .profile import ModelIdentity
 from .runner import Runner
-from .settings import Precision
+from .self_drafting import SelfDraft
+from .settings import PRECISIONS, Precision
 from .text_drafting import make_text_draft
 
 if TYPE_CHECKING:
     from .feature_head import FeatureHead
 
 #: names that are no model
-NGRAM, HEAD, AUTO = "ngram", "head", "auto"
+NGRAM, HEAD, SELF, AUTO = "ngram", "head", "self", "auto"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,20 @@ class LoadedHead:
     identity: dict[str, Any]
 
 
-LoadedDraft = LoadedModel | LoadedHead | None
+@dataclass(frozen=True)
+class TargetItself:
+    """The draft `self`: the target over a few blocks of its own cache. model: the same in another precision, as in
+    `self:int4`; None: the target as it is."""
+
+    model: LoadedModel | None = None
+
+    @property
+    def name(self) -> str:
+        """`self`, or with its precision."""
+        return SELF if self.model is None else f"{SELF}:{self.model.precision}"
+
+
+LoadedDraft = LoadedModel | LoadedHead | TargetItself | None
 
 
 def _head_folder(name: str) -> Path | None:
@@ -49,6 +63,24 @@ def names_head(name: str) -> bool:
     return name == HEAD or is_head(Path(name))
 
 
+def names_self(name: str) -> bool:
+    """Whether a draft's name means the target itself."""
+    return name.partition(":")[0] == SELF
+
+
+def _itself(name: str, target: LoadedModel) -> TargetItself:
+    """The target as its own draft, in its own precision or in the one that the name ends with."""
+    precision = name.partition(":")[2] or target.precision
+    if precision == target.precision:
+        return TargetItself()
+    if precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"draft is {name!r}; allowed: {SELF}, or {SELF}:PRECISION with one of {', '.join(PRECISIONS)}."
+            f"{nearest(precision, PRECISIONS)}"
+        )
+    return TargetItself(load(target.identity["id"], precision, role="draft"))
+
+
 def automatic(target_name: str) -> str:
     """What `auto` means for a target: the head that ships for the embedded one, else prompt lookup."""
     return HEAD if target_name == "embedded" and embedded_head() is not None else NGRAM
@@ -60,6 +92,8 @@ def load_draft(name: str, target: LoadedModel, precision: Precision) -> LoadedDr
         name = automatic(target.identity["id"])
     if name == NGRAM:
         return None
+    if names_self(name):
+        return _itself(name, target)
     folder = _head_folder(name)
     if folder is not None:
         return LoadedHead(load_head(folder, target), head_identity(folder))
@@ -70,6 +104,8 @@ def draft_identity(draft: LoadedDraft) -> ModelIdentity:
     """What profiles call the draft."""
     if draft is None:
         return ModelIdentity(kind="ngram", id=NGRAM)
+    if isinstance(draft, TargetItself):
+        return ModelIdentity(kind="self", id=draft.name)
     return ModelIdentity(kind="head" if isinstance(draft, LoadedHead) else "model", **draft.identity)
 
 
@@ -77,6 +113,8 @@ def draft_name(identity: ModelIdentity) -> str:
     """The name that loads the draft of a profile again."""
     if identity.kind == "ngram":
         return NGRAM
+    if identity.kind == "self":
+        return identity.id
     return HEAD if identity.kind == "head" and identity.id == "embedded" else identity.id
 
 
@@ -84,6 +122,9 @@ def make_draft(draft: LoadedDraft, target: Runner, vocab_size: int, tokenizer: A
     """The draft that the loop talks to; tokenizer: the target's. A head makes the target keep its features."""
     if draft is None:
         return NgramDraft(device=target.device)
+    if isinstance(draft, TargetItself):
+        reader = Runner(draft.model.model, "draft", vocab_size, draft.model.stack) if draft.model else None
+        return SelfDraft(target, vocab_size, reader=reader)
     if isinstance(draft, LoadedHead):
         return FeatureDraft(draft.head, target.model, vocab_size)
     if not same_tokenizer(tokenizer, draft.tokenizer):

@@ -31,6 +31,9 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 Linear = Callable[[Tensor], Tensor]
 Norm = Callable[[Tensor], Tensor]
+#: (layer, scaled q (batch, n, heads, size), new keys and values (batch, kv_heads, n, size)) -> (batch, n, heads size):
+#: stores what is new and attends
+Reader = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Unlike(Exception):
@@ -130,11 +133,22 @@ class FusedStack:
             _norm(layer.post_feedforward_layernorm) if gemma else None,
         )
 
-    def hidden(self, tokens: Tensor, positions: Tensor, mask: Any, cache: RowCache) -> Tensor:
-        """Final hidden states (batch, n, hidden) of tokens (batch, n), whose keys and values go where `cache` was told.
+    def dense(self, cache: RowCache, mask: Any) -> Reader:
+        """Attention over all of a cache, whose `place` says where the new entries go.
 
         mask: (batch, 1, n, extent) of booleans, or by layer type; None: everything is visible.
         """
+
+        def read(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.update(k, v, index)
+            kind = self.kinds[index]
+            seen = mask[kind] if isinstance(mask, dict) else mask
+            return attend(q, keys, values, seen, cache.shared if kind == "full_attention" else 0)
+
+        return read
+
+    def hidden(self, tokens: Tensor, positions: Tensor, read: Reader) -> Tensor:
+        """Final hidden states (batch, n, hidden) of tokens (batch, n) at positions (batch, n)."""
         x = self.model.base_model.embed_tokens(tokens)
         batch, count = tokens.shape
         tables = {kind: self._rotary(x, positions, kind) for kind in set(self.kinds)}
@@ -146,9 +160,8 @@ class FusedStack:
             if layer.head_weights is not None:
                 qk = F.rms_norm(qk, (self.size,), eps=self.head_epsilon) * layer.head_weights
             qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
-            keys, values = cache.update(qk[:, :, self.heads :].transpose(1, 2), v.transpose(1, 2), index)
-            seen = mask[self.kinds[index]] if isinstance(mask, dict) else mask
-            added = layer.out(attend(qk[:, :, : self.heads], keys, values, seen))
+            attended = read(index, qk[:, :, : self.heads], qk[:, :, self.heads :].transpose(1, 2), v.transpose(1, 2))
+            added = layer.out(attended)
             x = x + (added if layer.after_attention is None else layer.after_attention(added))
             gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
             added = layer.down(layer.activation(gate) * up)
@@ -169,13 +182,16 @@ class FusedStack:
         return self.head(hidden)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared: int = 0) -> Tensor:
     """Attention of scaled q (batch, n, heads, size) over keys and values (batch, kv_heads, T, size): (batch, n, heads size).
 
-    Grouped heads share their keys without copies of them."""
+    mask: (batch, 1 or kv_heads, n, T) of booleans; the first `shared` of T are known to be visible to all. Grouped heads
+    share their keys without copies of them."""
     batch, count, heads, size = q.shape
     if q.device.type != "cpu" or count > _SHORT:
         queries = q.transpose(1, 2)
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.repeat_interleave(heads // mask.shape[1], 1)
         result = F.scaled_dot_product_attention(queries, keys, values, mask, scale=1.0, enable_gqa=heads != keys.shape[1])
         return result.transpose(1, 2).reshape(batch, count, heads * size)
     kv_heads = keys.shape[1]
@@ -184,8 +200,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tens
         q.view(batch, count, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * count, size)
     )
     scores = queries @ keys.transpose(-1, -2)
-    if mask is not None:
-        scores = scores.view(batch, kv_heads, group, count, -1).masked_fill(~mask.unsqueeze(2), -torch.inf).view_as(scores)
+    if mask is not None:  # in place and past what all see: with a long past the scores are much to copy
+        hidden = ~mask[..., shared:].unsqueeze(2)
+        scores.view(batch, kv_heads, group, count, -1)[..., shared:].masked_fill_(hidden, -torch.inf)
     attended = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
     return attended.view(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
 
@@ -214,7 +231,8 @@ def _agrees(model: Any, stack: FusedStack) -> bool:
     positions = torch.arange(tokens.shape[1], device=model.device)[None]
     cache = RowCache(len(stack.layers), tokens.shape[1])
     cache.place([0], tokens.shape[1], model.device)
-    got = stack.logits(stack.hidden(tokens, positions, (positions[:, None] <= positions[..., None])[:, None], cache)).float()
+    read = stack.dense(cache, (positions[:, None] <= positions[..., None])[:, None])
+    got = stack.logits(stack.hidden(tokens, positions, read)).float()
     want = model(input_ids=tokens, use_cache=False).logits.float()
     tolerance = 2e-3 if model.dtype == torch.float32 else 0.25
     return bool((got - want).abs().max() <= tolerance * want.std().clamp_min(1e-6))

@@ -7,7 +7,7 @@ of where the next pass starts. Sliding-window layers keep all entries and are wi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,19 @@ from .errors import ConfigurationError
 _ROLLABLE = {"full_attention", "sliding_attention", "attention"}
 
 
+#: storage comes in pieces of this many slots, so that every block of sparse attention is whole
+STORAGE_SLOTS = 128
+
+
+class Summaries(Protocol):
+    """What is known of stored keys beside them: it must hear which of them are written anew."""
+
+    def forget(self, starts: list[int]) -> None:
+        """Entries of row i from slot `starts[i]` on are written anew."""
+
+
 class _RowLayer(CacheLayerMixin):
-    """One layer: keys and values of shape (batch, heads, capacity, head_dim)."""
+    """One layer: keys and values of shape (batch, heads, slots, head_dim), slots being at least the capacity."""
 
     is_sliding = False
     is_croppable = True
@@ -30,10 +41,10 @@ class _RowLayer(CacheLayerMixin):
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch, capacity = key_states.shape[0], self.owner.capacity
+        batch, slots = key_states.shape[0], self.owner.storage
         # zeros, not empty: stale entries are masked, but NaN times a zero weight would still be NaN
-        self.keys = key_states.new_zeros(batch, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(batch, value_states.shape[1], capacity, value_states.shape[3])
+        self.keys = key_states.new_zeros(batch, key_states.shape[1], slots, key_states.shape[3])
+        self.values = value_states.new_zeros(batch, value_states.shape[1], slots, value_states.shape[3])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -70,15 +81,26 @@ class RowCache(Cache):
         self.capacity = capacity
         self.extent = 0
         self.count = 0
+        #: slots that every row has filled before the pass: all its queries see them
+        self.shared = 0
         self.uniform_start: int | None = 0
         self.row_index: Tensor | None = None
         self.slots: Tensor | None = None
+        #: of its blocks, where sparse attention reads them; made there, dropped here when rows or slots move
+        self.summaries: Summaries | None = None
         super().__init__(layers=[_RowLayer(self) for _ in range(layer_count)])
+
+    @property
+    def storage(self) -> int:
+        """Slots that are stored of a row."""
+        return -(-self.capacity // STORAGE_SLOTS) * STORAGE_SLOTS
 
     def place(self, starts: list[int], count: int, device: torch.device) -> None:
         """The next pass writes `count` entries of row i from slot `starts[i]`."""
+        if self.summaries is not None:
+            self.summaries.forget(starts)
         self.count = count
-        self.extent = max(starts) + count
+        self.shared, self.extent = min(starts), max(starts) + count
         if self.extent > self.capacity:
             raise ValueError(f"cache of {self.capacity} slots is too small for {self.extent}")
         if min(starts) == max(starts):
@@ -91,18 +113,19 @@ class RowCache(Cache):
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` slots a row, with what is stored kept; never shrinks."""
-        more = capacity - self.capacity
-        if more <= 0:
+        if capacity <= self.capacity:
             return
+        before, self.capacity = self.storage, capacity
+        more, self.summaries = self.storage - before, None
         for layer in self.layers:
-            if layer.is_initialized:
+            if layer.is_initialized and more:
                 layer.keys, layer.values = (
                     torch.nn.functional.pad(part, (0, 0, 0, more)) for part in (layer.keys, layer.values)
                 )
-        self.capacity = capacity
 
     def select(self, rows: list[int]) -> None:
         """Keeps these rows, in this order."""
+        self.summaries = None
         for layer in self.layers:
             if layer.is_initialized:
                 index = torch.tensor(rows, device=layer.keys.device)

@@ -32,9 +32,10 @@ class Device(Model):
 
 
 class ModelIdentity(Model):
-    """A model or a feature head by its hashes; id and revision are for people. kind `ngram` has no weights behind it."""
+    """A model or a feature head by its hashes; id and revision are for people. The kinds `ngram` and `self` (the target
+    itself) have no weights of their own."""
 
-    kind: Literal["model", "head", "ngram"] = "model"
+    kind: Literal["model", "head", "ngram", "self"] = "model"
     id: str
     revision: str | None = None
     config_sha256: str | None = None

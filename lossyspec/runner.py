@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from .errors import ConfigurationError, NumericalError
 from .fused import FusedStack, fuse
 from .kv_cache import RowCache, layer_types
+from .settings import Attention
+from .sparse import SparseReader
 
 #: prompts are read in pieces of this many tokens, which bounds the memory of the prefill
 PREFILL_CHUNK = 1024
@@ -72,13 +75,14 @@ class Runner:
         self.features = torch.cat(pieces, 1) if pieces else None
 
     @torch.inference_mode()
-    def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
+    def logits(self, tokens: Tensor, starts: list[int], attention: Attention | None = None) -> Tensor:
         """Reads `tokens` (batch, n), row i from slot `starts[i]`; returns fp32 logits (batch, n, vocab_size).
 
-        Columns that only pad a row may hold any token: what they write is overwritten later. Raises NumericalError
-        naming the model and the position when a logit is NaN or +inf.
+        attention: block-sparse for these tokens; None: all that came before. Columns that only pad a row may hold any token:
+        what they write is overwritten later. Raises NumericalError naming the model and the position when a logit is NaN or
+        +inf.
         """
-        logits = self._logits(tokens, starts)[..., : self.vocab_size].float()
+        logits = self._logits(tokens, starts, attention)[..., : self.vocab_size].float()
         worst = logits.amax(-1)  # NaN spreads through amax
         if not bool(torch.isfinite(worst).all()):
             row, column = (~torch.isfinite(worst)).nonzero()[0].tolist()
@@ -93,6 +97,44 @@ class Runner:
         """Keeps these rows of the batch."""
         self.cache.select(rows)
 
+    @torch.inference_mode()
+    def logits_beside(
+        self,
+        cache: RowCache,
+        tokens: Tensor,
+        slots: list[int],
+        shifts: list[int],
+        before: Callable[[int, Tensor], None] = lambda layer, q: None,
+    ) -> Tensor:
+        """fp32 logits (batch, n, vocab_size) of `tokens` (batch, n) that a fused model reads into another cache: row i from
+        slot `slots[i]`, at positions `shifts[i]` further. before(layer, q) comes before a layer stores its entries."""
+        assert self._fused is not None
+        cache.place(slots, tokens.shape[1], self.device)
+        first, count = torch.tensor(slots, device=self.device)[:, None], torch.arange(tokens.shape[1], device=self.device)
+        dense = self._fused.dense(cache, self._mask(first + count, cache))
+
+        def read(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            before(layer, q)
+            return dense(layer, q, k, v)
+
+        positions = first + count + torch.tensor(shifts, device=self.device)[:, None]
+        logits = self._fused.logits(self._fused.hidden(tokens, self._inside(positions), read))
+        return logits[..., : self.vocab_size].float()
+
+    def check_sparse(self) -> FusedStack:
+        """The stack whose attention may be block-sparse. Raises ConfigurationError, saying why, for a model without."""
+        if self._fused is None:
+            raise ConfigurationError(
+                f"block-sparse attention needs a model of the Llama family that runs fused; the {self.name} model "
+                f"({self.config.model_type}) runs as transformers runs it: set attention.block to 0"
+            )
+        if "full_attention" not in self.layer_types:
+            raise ConfigurationError(
+                f"block-sparse attention has nothing to skip: each layer of the {self.name} model "
+                f"({self.config.model_type}) has a sliding window of {self.window} tokens: set attention.block to 0"
+            )
+        return self._fused
+
     def check_room(self, longest: int) -> None:
         """Raises ConfigurationError when `longest` tokens do not fit the model's positions."""
         if self.position_limit is not None and longest > self.position_limit:
@@ -101,18 +143,21 @@ class Runner:
                 f"has {self.position_limit}: shorten the prompt or lower max_new_tokens"
             )
 
-    def _hidden(self, tokens: Tensor, starts: list[int]) -> Tensor:
+    def _hidden(self, tokens: Tensor, starts: list[int], attention: Attention | None = None) -> Tensor:
         """Reads tokens (batch, n) into the cache; returns what the output layer would read, (batch, n, hidden)."""
         positions, mask = self._place(tokens, starts)
+        if attention is not None and attention.skips(self.cache.extent):
+            stack = self.check_sparse()
+            return stack.hidden(tokens, positions, SparseReader(stack, self.cache, attention, starts, mask))
         if self._fused is not None:
-            return self._fused.hidden(tokens, positions, mask, self.cache)
+            return self._fused.hidden(tokens, positions, self._fused.dense(self.cache, mask))
         result: Tensor = self._run(self.model.base_model, tokens, positions, mask).last_hidden_state
         return result
 
-    def _logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
+    def _logits(self, tokens: Tensor, starts: list[int], attention: Attention | None) -> Tensor:
         """The same with the output layer: (batch, n, vocab)."""
         if self._fused is not None:
-            self.features = self._hidden(tokens, starts)
+            self.features = self._hidden(tokens, starts, attention)
             return self._fused.logits(self.features)
         # the model's own forward, since what lies between the last norm and the logits differs (scales, caps)
         with self.model.get_output_embeddings().register_forward_pre_hook(self._store_features):
@@ -127,22 +172,23 @@ class Runner:
         count = tokens.shape[1]
         self.cache.place(starts, count, self.device)
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
-        mask = self._mask(positions)
-        if self.position_limit is not None:  # padded columns of a row near the end of the context
-            positions = positions.clamp_max(self.position_limit - 1)
-        return positions, mask
+        return self._inside(positions), self._mask(positions, self.cache)
+
+    def _inside(self, positions: Tensor) -> Tensor:
+        """Positions that the model has: columns that pad a row near the end of the context lie past them."""
+        return positions if self.position_limit is None else positions.clamp_max(self.position_limit - 1)
 
     def _run(self, module: Any, tokens: Tensor, positions: Tensor, mask: Any) -> Any:
         return module(input_ids=tokens, attention_mask=mask, position_ids=positions, cache=self.cache, use_cache=True)
 
-    def _mask(self, positions: Tensor) -> Any:
-        """What each query may see: (batch, 1, n, extent), or by layer type where the model has both kinds."""
-        uniform = self.cache.uniform_start is not None
+    def _mask(self, positions: Tensor, cache: RowCache) -> Any:
+        """What queries at slots `positions` may see: (batch, 1, n, extent), or by layer type where there are both kinds."""
+        uniform = cache.uniform_start is not None
         kinds = set(self.layer_types)
-        inside = self.window is None or self.cache.extent <= self.window
+        inside = self.window is None or cache.extent <= self.window
         if uniform and positions.shape[1] == 1 and not self._additive and (inside or kinds == {"full_attention"}):
             return None  # one new token a row, nothing stale behind it: everything is visible
-        slots = torch.arange(self.cache.extent, device=self.device)
+        slots = torch.arange(cache.extent, device=self.device)
         causal = slots[None, None, :] <= positions[:, :, None]
         masks = {"full_attention": causal}
         if "sliding_attention" in kinds and self.window is not None:

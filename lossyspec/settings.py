@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -12,6 +13,7 @@ Rule = Literal["exact", "mixture", "optimal", "priced", "lenience", "typical", "
 Precision = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Source = Literal["draft", "ngram", "mixed"]
 Boundary = Literal["sentence", "paragraph", "list", "line"]
+AttentionSide = Literal["draft", "verify"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -22,6 +24,8 @@ BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
 #: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
 PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
 MAX_DRAFT_LENGTH = 16
+#: tokens of a block of sparse attention; 0 is dense
+BLOCKS = (8, 16, 32, 64, 128)
 #: bytes of a weight (an int4 group of 32 has 4 bytes of scales), and of a number of the cache
 WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.625}
 CACHE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4, "int4": 4}
@@ -92,6 +96,77 @@ class Policy(Model):
         return self != Policy()
 
 
+class Attention(Model):
+    """Block-sparse attention. A token sees the first `sink` blocks, its own and the `window` - 1 before it, and of those
+    between the `top` that its query scores highest; all in blocks of `block` tokens. 0 is dense, and the rest is then null.
+
+    side: `draft` for the passes of the draft `self` alone, which changes no law; `verify` for the target's own, which does.
+    """
+
+    block: int = 0
+    window: int | None = Field(None, ge=1, le=65536)
+    sink: int | None = Field(None, ge=0, le=65536)
+    top: int | None = Field(None, ge=0, le=65536)
+    side: AttentionSide | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Attention:
+        given = {name: getattr(self, name) for name in ("window", "sink", "top", "side")}
+        if self.block not in (0, *BLOCKS):
+            raise ValueError(f"block is {self.block}; allowed: 0 (dense), {', '.join(map(str, BLOCKS))}")
+        if self.block == 0 and (extra := [name for name, value in given.items() if value is not None]):
+            raise ValueError(f"block is 0, which is dense attention: {', '.join(extra)} must be null")
+        if self.block and (missing := [name for name, value in given.items() if value is None]):
+            raise ValueError(f"block is {self.block}: {', '.join(missing)} must be given too")
+        return self
+
+    @property
+    def kept(self) -> int:
+        """Blocks that a token sees at most; 0 for dense attention."""
+        return (self.sink or 0) + (self.top or 0) + (self.window or 0)
+
+    def skips(self, length: int) -> bool:
+        """Whether the last token of a text of `length` tokens has blocks that it does not see."""
+        return self.block > 0 and -(-length // self.block) > self.kept
+
+    def on(self, side: AttentionSide) -> Attention:
+        """This on its own side, dense on the other."""
+        return self if self.side == side else Attention()
+
+    @property
+    def name(self) -> str:
+        """A short name: `dense`, or as `b32-s1-w4-t16-verify`."""
+        if not self.block:
+            return "dense"
+        return f"b{self.block}-s{self.sink}-w{self.window}-t{self.top}-{self.side}"
+
+    @staticmethod
+    def named(name: str) -> Attention:
+        """The attention of a name. Raises ConfigurationError for another form or value."""
+        if name == "dense":
+            return Attention()
+        match = re.fullmatch(r"b(\d+)-s(\d+)-w(\d+)-t(\d+)-(draft|verify)", name)
+        if match is None:
+            raise ConfigurationError(
+                f"attention is {name!r}; allowed: dense, or block, sink, window, top and side as in b32-s1-w4-t16-verify"
+            )
+        block, sink, window, top = map(int, match.groups()[:4])
+        try:
+            return Attention(block=block, sink=sink, window=window, top=top, side=match[5])
+        except ValidationError as error:
+            fields = dict(Attention.model_fields)
+            raise ConfigurationError(f"attention is {name!r}: {validation_message(error, fields)}") from None
+
+
+def format_of(precision: str, attention: Attention) -> str:
+    """A precision with an attention, by name: `int4`, or as `int4+b32-s1-w4-t16-verify`."""
+    return f"{precision}+{attention.name}" if attention.block else precision
+
+
+#: what the draft `self` sees where the settings name nothing else
+SELF_ATTENTION = Attention(block=32, window=3, sink=1, top=8, side="draft")
+
+
 class ScheduleRow(Model):
     """For batches of `batch` = [first, last] sequences (last None: no end), draft `draft_length` tokens a round."""
 
@@ -114,7 +189,7 @@ class Settings(Model):
     confidence is under it. draft_length: most drafted tokens a round; 0 is plain decoding.
     source: who drafts: the loaded draft; prompt lookup although a draft is loaded; or `mixed`: prompt lookup in rounds that
     begin after a match of at least `ngram.min_match` tokens, for as long as it finds such matches, else the loaded draft.
-    policy: where alpha acts.
+    policy: where alpha acts. attention: dense, or block-sparse on one side.
     """
 
     rule: Rule = "optimal"
@@ -126,12 +201,28 @@ class Settings(Model):
     source: Source = "draft"
     ngram: NgramSettings | None = None
     policy: Policy = Policy()
+    attention: Attention = Attention()
     schedule: tuple[ScheduleRow, ...] = ()
 
     @property
+    def relaxed(self) -> bool:
+        """Whether the rule may accept what exact verification would reject."""
+        return self.draft_length > 0 and self.rule != "exact" and self.alpha > 0.0
+
+    @property
     def lossless(self) -> bool:
-        """True when the emitted law is the target's own (at the target's precision)."""
-        return self.draft_length == 0 or self.rule == "exact" or self.alpha == 0.0
+        """True when the emitted law is the target's own (at the target's precision, with dense attention)."""
+        return not self.relaxed and self.attention.side != "verify"
+
+    @property
+    def target_format(self) -> str:
+        """What traces and cost tables call the target as it verifies: its precision, with its attention where it is sparse."""
+        return format_of(self.precision.target, self.attention.on("verify"))
+
+    @property
+    def draft_format(self) -> str:
+        """What they call the two as they draft: with the attention of either side."""
+        return format_of(self.precision.target, self.attention)
 
     def draft_length_for(self, batch_size: int) -> int:
         """Draft length for a batch: `draft_length` without a schedule; plain (0) outside all of its rows."""

@@ -155,14 +155,14 @@ def round_parts(run: Run, point: FrontPoint | TrialRecord) -> dict[str, float] |
     They add up to the predicted round. None when the cost table lacks the precision or the batch size.
     """
     costs, settings, batch, predicted = run.costs, point.settings, point.batch_size, point.predicted
-    rounds = costs.round_s.get((settings.precision.target, batch)) if costs else None
+    rounds = costs.round_s.get((settings.target_format, batch)) if costs else None
     if costs is None or not rounds or predicted is None:
         return None
     total, length = predicted.round_s, settings.draft_length_for(batch)
     if length == 0:
         return {PASS: total}
     judging = costs.judge_s.get((settings.rule, batch), 0.0)
-    step = costs.draft_step_s.get((settings.precision.target, batch))
+    step = costs.draft_step_s.get((format_of(settings.precision.target, settings.attention.on("draft")), batch))
     if step:
         drafting = step * min(predicted.drafted_per_round + (settings.theta > 0), length)
     else:

@@ -191,6 +191,8 @@ def describe_point(point: FrontPoint) -> str:
     """One line: what the point is, without its numbers."""
     settings, length = point.settings, point.settings.draft_length_for(point.batch_size)
     precision = table_cells(point)[list(HEADINGS).index("precision")]
+    if settings.attention.block:
+        precision += f", attention {settings.attention.name}"
     if length == 0:
         return f"plain, batch {point.batch_size}, {precision}"
     rule = settings.rule if settings.rule == "exact" else f"{settings.rule} alpha {settings.alpha:.2f}"

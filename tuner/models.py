@@ -10,7 +10,7 @@ import torch
 
 from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import Draft
-from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, load_draft, names_head
+from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, TargetItself, load_draft, names_head
 from lossyspec.loading import LoadedModel, load
 from lossyspec.profile import Here
 from lossyspec.records import BlockRecord
@@ -76,6 +76,9 @@ class ModelPool:
         """Weights at the settings' precisions and the keys and values of a batch at a context; an estimate."""
         total = 0.0
         for model, precision in ((self.target, settings.precision.target), (self.draft, settings.precision.draft)):
+            if isinstance(model, TargetItself):  # its entries are a few copies of the target's
+                total += WEIGHT_BYTES[model.model.precision] * model.model.weights if model.model else 0
+                continue
             if model is None:
                 continue
             own = precision or settings.precision.target

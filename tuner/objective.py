@@ -48,14 +48,14 @@ class Objective:
     def round_s(self, settings: Settings, flow: Flow, batch: int) -> float:
         """Expected seconds of one pass of the whole batch, drafting and judging included."""
         precision = settings.precision.target
-        verify = self.meter.round_s(precision, batch)
+        verify = self.meter.round_s(precision, batch, settings.attention.on("verify"))
         lengths = _longest(flow.drafted, batch)
         total = float(sum(share * verify[length] for length, share in enumerate(lengths)))
         if settings.draft_length == 0:
             return total
         if self.dense and settings.source != "ngram":
             steps = float(_longest(flow.steps, batch) @ np.arange(len(flow.steps)))
-            total += steps * self.meter.draft_step_s(precision, batch)
+            total += steps * self.meter.draft_step_s(precision, batch, settings.attention.on("draft"))
         if not self.dense or settings.source != "draft":
             total += self.meter.lookup_s(batch)[settings.draft_length]
         return total + self.meter.judge_s(settings.rule, batch, self.dense and settings.source != "ngram")

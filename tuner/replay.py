@@ -61,7 +61,9 @@ class Replayed:
 
 def certificate(settings: Settings) -> float | None:
     """Upper bound of the perplexity ratio on ANY text, against the target at the same precision: 1 / (1 - alpha) for the
-    rules that keep pi >= (1 - alpha) p; None for the others."""
+    rules that keep pi >= (1 - alpha) p; None for the others, and for a target with sparse attention."""
+    if settings.attention.side == "verify":  # nothing bounds what a skipped block would have said
+        return None
     if settings.lossless:
         return 1.0
     if settings.rule in ("mixture", "optimal", "priced") and settings.alpha < 1:
@@ -98,9 +100,9 @@ class Replay:
 
     def run(self, settings: Settings) -> Replayed:
         """Replays one configuration. Raises ConfigurationError for a precision or tau that was not traced."""
-        precision, gamma = settings.precision.target, settings.draft_length
-        sides, greedy = self._sides(settings), isinstance(self._lookup_law(precision), GreedyLaw)
-        plain = np.ones(self.mask.shape) if greedy else np.exp(self._padded(self.trace.plain[precision]))
+        form, gamma = settings.target_format, settings.draft_length
+        sides, greedy = self._sides(settings), isinstance(self._lookup_law(form), GreedyLaw)
+        plain = np.ones(self.mask.shape) if greedy else np.exp(self._padded(self.trace.plain[form]))
         weights = StepWeights(
             sides.over(lambda side: [answer.accepted for answer in side.answers]),
             sides.over(lambda side: [answer.rejected for answer in side.answers]),
@@ -129,16 +131,16 @@ class Replay:
 
     def _sides(self, settings: Settings) -> Sides:
         """The laws and their answers of who drafts under `settings`."""
-        precision, gamma = settings.precision.target, settings.draft_length
+        form, gamma = settings.draft_format, settings.draft_length
         theta = max(settings.theta, 0.0)
-        law = self._lookup_law(precision)
+        law = self._lookup_law(settings.target_format)
         lookup = Side((law,), (self._answer(settings, None, 0, law),), theta)
         if not self.trace.laws or settings.source == "ngram" or gamma == 0:
             return Sides(self._padded, gamma, lookup, None)
         tau = 1.0 if self._single else nearest_tau(settings.tau)
-        if (precision, tau) not in self.trace.laws:
-            raise ConfigurationError(f"the draft was not traced at precision {precision} and tau {tau}")
-        laws = self.trace.laws[precision, tau][:gamma]
+        if (form, tau) not in self.trace.laws:
+            raise ConfigurationError(f"the draft was not traced at precision {form} and tau {tau}")
+        laws = self.trace.laws[form, tau][:gamma]
         answers = tuple(self._answer(settings, tau, depth, law) for depth, law in enumerate(laws))
         draft = Side(laws, answers, theta)
         if settings.source == "draft":
@@ -153,8 +155,8 @@ class Replay:
 
     def _answer(self, settings: Settings, tau: float | None, depth: int, law: Law) -> Answer:
         """tau None: of prompt lookup."""
-        rule, alpha = ("exact", 0.0) if settings.lossless else (settings.rule, settings.alpha)
-        key = (settings.precision.target, tau, rule, alpha, depth, None if settings.lossless else settings.policy)
+        rule, alpha = (settings.rule, settings.alpha) if settings.relaxed else ("exact", 0.0)
+        key = (settings.draft_format, tau, rule, alpha, depth, settings.policy if settings.relaxed else None)
         if key not in self._answers:
             if len(self._answers) > 1024:
                 self._answers.clear()
@@ -163,8 +165,8 @@ class Replay:
 
     def _factors(self, settings: Settings) -> torch.Tensor:
         """(T,) factors on alpha along the texts, by the same walk as in decoding."""
-        trace, policy, precision = self.trace, settings.policy, settings.precision.target
-        if settings.lossless or not policy.active:
+        trace, policy, precision = self.trace, settings.policy, settings.target_format
+        if not settings.relaxed or not policy.active:
             return torch.ones(trace.texts.tokens, dtype=torch.float64)
         key = (policy, precision)
         if key not in self._policies:

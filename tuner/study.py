@@ -44,8 +44,8 @@ class Limits:
 
 
 def kind_of(settings: Settings) -> Literal["plain", "lossless", "lossy"]:
-    """plain, lossless or lossy."""
-    if settings.draft_length == 0:
+    """plain, lossless or lossy, which a target with sparse attention is at any draft length."""
+    if settings.draft_length == 0 and settings.lossless:
         return "plain"
     return "lossless" if settings.lossless else "lossy"
 

@@ -17,7 +17,7 @@ from lossyspec.likelihood import Flags, Floats
 from lossyspec.policy import Boundaries
 from lossyspec.runner import Runner
 from lossyspec.sampling import probabilities
-from lossyspec.settings import BOUNDARIES, NgramSettings, Precision, Sampling
+from lossyspec.settings import BOUNDARIES, Attention, NgramSettings, Precision, Sampling, format_of
 
 from .laws import BinnedLaw, GreedyLaw, Law, OneHotLaw, bin_masses
 
@@ -45,13 +45,14 @@ class Texts:
 
 @dataclass
 class Trace:
-    """One half of a workload. plain: log p of each output token by precision, flat over texts.
+    """One half of a workload. plain: log p of each output token by the target's format (a precision, or a precision with
+    sparse attention: `Settings.target_format`), flat over texts.
 
     reference: the precision whose p the perplexity ratio is taken against.
-    entropy: of p in nats, by precision. kinds: (T,) what each position is, a bit for each of BOUNDARIES; None: not known.
+    entropy: of p in nats, by format. kinds: (T,) what each position is, a bit for each of BOUNDARIES; None: not known.
     chain: (T, max_draft_length) running least confidence of what prompt lookup would propose from the position on; -1:
-    nothing. drafted: (T,) its token at each position, -1: nothing. lookup: its laws by precision.
-    laws: of the loaded draft, by (precision, tau) and then by depth of a round; one where the depth makes no difference.
+    nothing. drafted: (T,) its token at each position, -1: nothing. lookup: its laws by format.
+    laws: of the loaded draft, by (`Settings.draft_format`, tau) and then by depth of a round; one where the depth makes no difference.
     Empty where prompt lookup is the only draft. How a draft goes on from a position is not known without running it: see
     `forced_chain`.
     """
@@ -122,15 +123,19 @@ def text_logits(runner: Runner, prompt: list[int], output: list[int]) -> list[Te
 
 
 @torch.inference_mode()
-def text_pass(runner: Runner, prompt: list[int], output: list[int]) -> tuple[list[Tensor], Tensor | None]:
-    """`text_logits`, and the features (1, n, hidden) of all tokens read, where the runner keeps them."""
+def text_pass(
+    runner: Runner, prompt: list[int], output: list[int], attention: Attention | None = None
+) -> tuple[list[Tensor], Tensor | None]:
+    """`text_logits`, and the features (1, n, hidden) of all tokens read, where the runner keeps them.
+
+    attention: sparse for the output, as in decoding, which reads the prompt densely."""
     runner.check_room(len(prompt) + len(output))
     runner.start([prompt], len(prompt) + len(output))
     read = [prompt[-1], *output[:-1]]
     pieces, features = [], [runner.features]
     for begin in range(0, len(read), _CHUNK):
         piece = torch.tensor([read[begin : begin + _CHUNK]], device=runner.device)
-        pieces.append(runner.logits(piece, [len(prompt) - 1 + begin])[0])
+        pieces.append(runner.logits(piece, [len(prompt) - 1 + begin], attention)[0])
         features.append(runner.features)
     known = [part for part in features if part is not None]
     return pieces, torch.cat(known, 1) if known else None
@@ -202,8 +207,13 @@ class Tracer:
         draft: Runner | CompactDraft | None,
         progress: Callable[[], None] = lambda: None,
         taus: Sequence[float] = TAUS,
+        attention: Attention | None = None,
     ) -> None:
-        """Runs target (and draft, at `taus`) along the texts. Calls `progress` after each text."""
+        """Runs target (and draft, at `taus`) along the texts. Calls `progress` after each text. attention: sparse on the
+        target's side; on the draft's, what the draft already sees, by name."""
+        sparse = attention or Attention()
+        form, drafting = format_of(precision, sparse.on("verify")), format_of(precision, sparse)
+        least = getattr(draft, "least_prefix", 0)
         parts: dict[tuple[float, int], list[dict[str, Tensor]]] = {}
         looked_up: list[dict[str, Tensor]] = []
         support = draft.support if isinstance(draft, CompactDraft) else None
@@ -211,7 +221,7 @@ class Tracer:
         entropies: list[Tensor] = []
         first = 0
         for prompt, output in zip(trace.texts.prompts, trace.texts.outputs, strict=True):
-            pieces, features = text_pass(target, prompt, output)
+            pieces, features = text_pass(target, prompt, output, sparse.on("verify"))
             drafts = self._draft_logits(draft, prompt, output, features)
             for index, logits in enumerate(pieces):
                 text = torch.tensor(output[index * _CHUNK : index * _CHUNK + logits.shape[0]])
@@ -220,17 +230,19 @@ class Tracer:
                 entropies.append(entropy(p).double())
                 looked_up.append(self._looked_up(trace, p, text, first))
                 for depth, q_pieces in enumerate(drafts):
+                    begun = torch.arange(len(text)) + len(prompt) + index * _CHUNK - depth  # tokens before the round
                     for tau, part in self._drawn(p, q_pieces[index], text, support, taus):
+                        part["confidence"] = torch.where(begun < least, -1.0, part["confidence"])
                         parts.setdefault((tau, depth), []).append(part)
                 first += logits.shape[0]
             progress()
-        trace.plain[precision] = torch.cat(plain).numpy()
-        trace.entropy[precision] = torch.cat(entropies).numpy()
-        trace.lookup[precision] = _joined(GreedyLaw if self.greedy else OneHotLaw, looked_up)
+        trace.plain[form] = torch.cat(plain).numpy()
+        trace.entropy[form] = torch.cat(entropies).numpy()
+        trace.lookup[form] = _joined(GreedyLaw if self.greedy else OneHotLaw, looked_up)
         laws: dict[float, list[Law]] = {}
         for (tau, _), kept in sorted(parts.items()):
             laws.setdefault(tau, []).append(_joined(GreedyLaw if self.greedy else BinnedLaw, kept))
-        trace.laws.update({(precision, tau): tuple(by_depth) for tau, by_depth in laws.items()})
+        trace.laws.update({(drafting, tau): tuple(by_depth) for tau, by_depth in laws.items()})
 
     def _draft_logits(
         self, draft: Runner | CompactDraft | None, prompt: list[int], output: list[int], features: Tensor | None

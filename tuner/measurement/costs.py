@@ -19,7 +19,7 @@ from lossyspec.drafting import CompactDraft, Draft, NgramDraft, Proposal, Reques
 from lossyspec.errors import ConfigurationError
 from lossyspec.records import write_text
 from lossyspec.runner import Runner
-from lossyspec.settings import MAX_DRAFT_LENGTH, Precision, Sampling, Settings, make_settings
+from lossyspec.settings import MAX_DRAFT_LENGTH, Attention, Precision, Sampling, Settings, format_of, make_settings
 from lossyspec.stats import Stats
 from lossyspec.stopping import Stopping
 from lossyspec.verification import judge
@@ -54,7 +54,7 @@ class _Scripted(StatelessDraft):
 
 @dataclass
 class CostTable:
-    """Seconds by (precision, batch): `round_s` of a pass that verifies n tokens, host time included; `draft_step_s` of one
+    """Seconds by (format, batch), a format being a precision, maybe with sparse attention: `round_s` of a pass that verifies n tokens, host time included; `draft_step_s` of one
     step of a draft model; `lookup_s` of drafting d tokens by n-gram; `judge_s` what a rule costs over `exact`."""
 
     context: int
@@ -158,9 +158,11 @@ class CostMeter:
                 break
         return stats
 
-    def round_s(self, precision: Precision, batch: int) -> list[float]:
-        """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch; all lengths interleaved."""
-        key = (precision, batch)
+    def round_s(self, precision: Precision, batch: int, attention: Attention | None = None) -> list[float]:
+        """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch; all lengths interleaved.
+        attention: the target's."""
+        sparse = attention or Attention()
+        key = (format_of(precision, sparse), batch)
         if key not in self.table.round_s:
             target, _ = self.runners(precision)
             lengths = list(range(self.max_draft_length + 1))
@@ -168,7 +170,8 @@ class CostMeter:
             for repeat in range(self.repeats):  # up and down, so that a drift of the machine hits all alike
                 order += lengths if repeat % 2 == 0 else lengths[::-1]
             draft = _Scripted(order, target.vocab_size, target.device)
-            stats = self._decode(target, draft, batch, len(order), Settings(rule="exact", draft_length=MAX_DRAFT_LENGTH))
+            settings = Settings(rule="exact", draft_length=MAX_DRAFT_LENGTH, attention=sparse)
+            stats = self._decode(target, draft, batch, len(order), settings)
             kept = list(zip(order, stats.round_times_s, strict=True))[len(lengths) * _WARM_UP :]
             samples = [[seconds for length, seconds in kept if length == wanted] for wanted in lengths]
             medians = [float(np.median(part)) for part in samples]
@@ -183,16 +186,18 @@ class CostMeter:
             )
         return self.table.round_s[key]
 
-    def draft_step_s(self, precision: Precision, batch: int) -> float:
-        """Median seconds of one step of the draft model; 0 when the draft is not a model."""
-        key = (precision, batch)
+    def draft_step_s(self, precision: Precision, batch: int, attention: Attention | None = None) -> float:
+        """Median seconds of one step of the draft model; 0 when the draft is not a model. attention: the draft's."""
+        sparse = attention or Attention()
+        key = (format_of(precision, sparse), batch)
         if key not in self.table.draft_step_s:
             target, draft = self.runners(precision)
             if draft is None or isinstance(draft, NgramDraft):
                 return 0.0
             times = []
             for _ in range(3):
-                stats = self._decode(target, draft, batch, 6, Settings(rule="exact", draft_length=4))
+                settings = Settings(rule="exact", draft_length=4, attention=sparse)
+                stats = self._decode(target, draft, batch, 6, settings)
                 times.append(stats.draft_s / max(stats.draft_steps, 1))
             self.table.draft_step_s[key] = float(np.median(times))
         return self.table.draft_step_s[key]
