@@ -47,6 +47,12 @@ class SelfDraft:
         """Tokens of the shortest text after which it drafts."""
         return self.attention.kept * self.attention.block + 1
 
+    def seeing(self, attention: Attention) -> SelfDraft:
+        """The same with another attention where none is named."""
+        other = self.fork()
+        other.attention = attention
+        return other
+
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """Nothing of its own: the target has read the prompts."""
         self._excerpt = None

@@ -216,7 +216,7 @@ class Settings(Model):
 
     @property
     def target_format(self) -> str:
-        """What traces and cost tables call the target as it verifies: its precision, with its attention where it is sparse."""
+        """What traces and cost tables call the target as it verifies: its precision, with its attention if sparse."""
         return format_of(self.precision.target, self.attention.on("verify"))
 
     @property

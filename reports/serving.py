@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lossyspec.records import FrontPoint, TrialRecord
+from lossyspec.settings import format_of
 
 from .load import Run
 

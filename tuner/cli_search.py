@@ -24,7 +24,9 @@ from .workloads import find_task
 )
 @click.option("--target", default="embedded", help="Hub id, folder, .gguf file, or 'embedded' (SmolLM2-135M-Instruct).")
 @click.option(
-    "--draft", default="auto", help="auto (a head where one ships, else ngram), ngram, head, a head's folder, or a model."
+    "--draft",
+    default="auto",
+    help="auto (a head where one ships, else ngram), ngram, self, self:int4, head, a head's folder, or a model.",
 )
 @click.option(
     "--prompts",
@@ -41,6 +43,11 @@ from .workloads import find_task
 @click.option("--batch", default="1,4", help="Batch sizes to tune for.")
 @click.option("--precision", default="auto", help="auto, or a list of fp32, bf16, fp16.")
 @click.option("--rules", default="auto", help=f"auto (optimal, mixture, priced), or a list of {', '.join(RULES)}.")
+@click.option(
+    "--attention",
+    default="auto",
+    help="auto, dense, or a list of block-sparse ones as b32-s1-w4-t16-verify: block, sink, window, top, side.",
+)
 @click.option("--max-draft-length", type=int, default=8, help="Most drafted tokens a round.")
 @click.option("--max-new-tokens", type=int, default=64, help="Length of the texts that are traced and decoded.")
 @click.option("--texts", type=int, default=16, help="Prompts of each half of the workload.")
@@ -85,7 +92,7 @@ def search(*, resume: bool, dry_run: bool, out: Path | None, as_json: bool, **op
 
 
 def search_config(
-    *, batch: str, budget: str, max_quality_loss: str, precision: str, rules: str, **options: Any
+    *, batch: str, budget: str, max_quality_loss: str, precision: str, rules: str, attention: str, **options: Any
 ) -> SearchConfig:
     """Options as typed in, into a SearchConfig. Raises ConfigurationError naming the option's value and what is allowed."""
     own = find_task(options["task"]).sampling
@@ -104,5 +111,6 @@ def search_config(
         batch_sizes=parse_numbers(batch, "batch"),
         precisions=precisions,
         rules=chosen,
+        attentions=parse_names(attention),
         sampling=make_sampling(**{**own.model_dump(), **sampling}) if sampling else None,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError, field_validator
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.settings import MAX_DRAFT_LENGTH, RULES, Model, Precision, Rule, Sampling, validation_message
+from lossyspec.settings import MAX_DRAFT_LENGTH, RULES, Attention, Model, Precision, Rule, Sampling, validation_message
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -30,11 +30,20 @@ class SearchConfig(Model):
     batch_sizes: tuple[int, ...] = (1, 4)
     precisions: tuple[Precision, ...] | None = None  # None: all that the hardware has
     rules: tuple[Rule, ...] | None = None  # None: optimal, mixture, priced
+    attentions: tuple[str, ...] | None = None  # by name; None: what the draft and the contexts are good for
     max_draft_length: int = Field(8, ge=1, le=MAX_DRAFT_LENGTH)
     seed: int = Field(0, ge=0, lt=2**31)
     storage: str | None = None
     force: bool = False  # relax tasks that are known as unsuitable
     strict: bool = False  # refuse to measure while another process uses the device
+
+    @field_validator("attentions")
+    @classmethod
+    def _attentions(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        try:
+            return tuple(Attention.named(name).name for name in value) if value is not None else None
+        except ConfigurationError as problem:
+            raise ValueError(str(problem)) from None
 
     @field_validator("batch_sizes")
     @classmethod

@@ -10,7 +10,7 @@ import torch
 
 from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import Draft
-from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, TargetItself, load_draft, names_head
+from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, TargetItself, load_draft, names_head, names_self
 from lossyspec.loading import LoadedModel, load
 from lossyspec.profile import Here
 from lossyspec.records import BlockRecord
@@ -173,7 +173,7 @@ def draft_taus(name: str) -> tuple[float, ...]:
     """Draft temperatures that are searched for a draft by name; none for prompt lookup, which does not sample."""
     if name == NGRAM:
         return ()
-    return HEAD_TAUS if names_head(name) else TAUS
+    return HEAD_TAUS if names_head(name) or names_self(name) else TAUS
 
 
 def _until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:

@@ -30,7 +30,8 @@ from .replay import Replay
 from .screening import narrow
 from .search_space import SearchSpace, build_space
 from .selection import to_confirm
-from .stages import Work, make_meter, make_traces, measure_costs, measure_live, search_trials, trace_chosen
+from .sparse_choices import narrow_attentions, offer
+from .stages import Work, make_meter, make_traces, measure_costs, measure_live, middle_context, search_trials, trace_chosen
 from .store import RunFolder, new_folder, refuse_changes, unfinished_folder
 from .workloads import Workload, load_workload
 
@@ -84,6 +85,7 @@ class Search:
             supported_precisions(self.hardware),
             self.workload.task.unsuitable,
         )
+        self.space = offer(self.space, config)
         #: perplexity ratios are against the target in the widest format of the space
         self.reference = next(name for name in PRECISIONS if name in self.space.precisions)
         self.work = Work(
@@ -178,14 +180,14 @@ class Search:
         }
 
     def _narrow(self) -> None:
-        """Leaves out the precisions that cannot win here; on resume, those that the run had left out."""
+        """Leaves out the precisions and attentions that cannot win here; on resume, those that the run had left out."""
         if self.resume:
             stored = unfinished_folder(self.out, self.config.task).manifest()
-            kept = stored.space["precision"]["attributes"]["choices"]
-            precisions = tuple(name for name in self.space.precisions if name in kept)
-            self.space = replace(self.space, precisions=precisions, excluded=stored.excluded)
+            self.space = self.space.as_stored(stored.space, stored.excluded)
         elif self.config.precisions is None:
             self.space, self.plain_step_s = narrow(self.space, self.pool, self.reference, self.reporter.say)
+        if not self.resume and self.space.attentions != ("dense",):
+            self.space = narrow_attentions(self.space, self.pool, middle_context(self.work), self.reporter.say)
         self.work = replace(self.work, space=self.space)
 
     def _workload_note(self) -> dict[str, Any]:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import Trial
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.settings import SOURCES, NgramSettings, Policy, Precision, Precisions, Recovery, Rule, Settings, Source
+from lossyspec.settings import (
+    SOURCES,
+    Attention,
+    NgramSettings,
+    Policy,
+    Precision,
+    Precisions,
+    Recovery,
+    Rule,
+    Settings,
+    Source,
+)
 
 from .config import SearchConfig
 
@@ -57,7 +68,8 @@ def _policy_params(policy: Policy) -> dict[str, Any]:
 @dataclass(frozen=True)
 class SearchSpace:
     """The choices. taus: draft temperatures, none when the draft does not sample. sources: who may draft, if more than
-    prompt lookup. excluded: the reason by name."""
+    prompt lookup. attentions: by name; all of the draft's side where the target drafts itself. excluded: the reason by
+    name."""
 
     rules: tuple[Rule, ...]
     precisions: tuple[Precision, ...]
@@ -68,6 +80,7 @@ class SearchSpace:
     greedy: bool
     excluded: dict[str, str]
     sources: tuple[Source, ...] = SOURCES
+    attentions: tuple[str, ...] = ("dense",)
 
     @property
     def dense(self) -> bool:
@@ -82,6 +95,8 @@ class SearchSpace:
             "precision": CategoricalDistribution(self.precisions),
             "batch_size": CategoricalDistribution(self.batch_sizes),
         }
+        if self.attentions != ("dense",):
+            found["attention"] = CategoricalDistribution(self.attentions)
         if self.relax:
             found["rule"] = CategoricalDistribution(self.rules)
             found["alpha"] = FloatDistribution(0.0, 1.0, step=0.01)
@@ -117,6 +132,9 @@ class SearchSpace:
         precision = params["precision"]
         source: Source = params.get("source", "draft") if length else "draft"
         drawn = length > 0 and source != "ngram"
+        attention = Attention.named(params.get("attention", "dense"))
+        if attention.side == "draft" and not drawn:
+            attention = Attention()
         return Settings(
             rule=params["rule"] if alpha > 0 else "exact",
             alpha=alpha,
@@ -127,6 +145,7 @@ class SearchSpace:
             source=source,
             ngram=self._ngram(source, params),
             policy=_policy(params) if alpha > 0 else Policy(),
+            attention=attention,
         ), int(params["batch_size"])
 
     def _ngram(self, source: Source, params: Mapping[str, Any]) -> NgramSettings | None:
@@ -148,6 +167,7 @@ class SearchSpace:
         source: Source = "draft",
         min_match: int = _MIXED_MATCHES[0],
         policy: Policy | None = None,
+        attention: str | None = None,
     ) -> dict[str, Any]:
         """Parameters of a configuration that is enqueued."""
         values = {
@@ -160,6 +180,7 @@ class SearchSpace:
             "rule": rule or (self.rules[0] if self.rules else None),
             "source": source,
             "min_match": min_match,
+            "attention": attention if attention in self.attentions else self.attentions[0],
             **_policy_params(policy or Policy()),
         }
         return {name: values[name] for name in self.distributions}
@@ -167,6 +188,12 @@ class SearchSpace:
     def describe(self) -> dict[str, Any]:
         """The space as JSON data."""
         return {name: json.loads(_as_json(kind)) for name, kind in self.distributions.items()}
+
+    def as_stored(self, described: Mapping[str, Any], excluded: dict[str, str]) -> SearchSpace:
+        """The space with the precisions and attentions that a run had left, by what `describe` said of it then."""
+        left = {name: described[name]["attributes"]["choices"] for name in ("precision", "attention") if name in described}
+        precisions = tuple(name for name in self.precisions if name in left["precision"])
+        return replace(self, precisions=precisions, attentions=tuple(left.get("attention", ["dense"])), excluded=excluded)
 
     def digest(self, *context: str) -> str:
         """A hash of the space and of what else must not change within a study."""

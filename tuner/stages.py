@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from lossyspec.drafting import CompactDraft
+from lossyspec.drafting import CompactDraft, Draft
 from lossyspec.hardware import HardwareInfo, used_gpu
 from lossyspec.nvml import nvml_session
 from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.records import BlockRecord, TrialRecord
-from lossyspec.settings import Precision, Sampling, Settings
+from lossyspec.runner import Runner
+from lossyspec.self_drafting import SelfDraft
+from lossyspec.settings import Attention, Precision, Sampling, Settings, format_of
 
 from .config import SearchConfig
 from .measurement.costs import REPEATS, CostMeter, CostTable
@@ -26,6 +29,9 @@ from .study import Limits, Study
 from .trace import Texts, Trace, Tracer, reference_texts
 from .trace_files import load_trace, save_trace
 from .workloads import Item, Workload
+
+#: what the target and the draft run in
+Format = tuple[Precision, Attention]
 
 _MIN_BLOCKS, _MAX_BLOCKS = 6, 32
 #: share of the budget that is kept for the live runs
@@ -62,19 +68,20 @@ def make_traces(work: Work, folder: RunFolder) -> dict[str, Trace]:
         return load_trace(folder.trace)
     tracer = _tracer(work)
     traces = {half: tracer.begin(part, work.reference) for half, part in _sampled_texts(work).items()}
-    _add(work, {"search": traces["search"]}, dict.fromkeys(work.space.precisions, work.space.taus))
+    formats = itertools.product(work.space.precisions, map(Attention.named, work.space.attentions))
+    _add(work, {"search": traces["search"]}, dict.fromkeys(formats, work.space.taus))
     save_trace(folder.trace, traces)
     return traces
 
 
 def trace_chosen(work: Work, traces: dict[str, Trace], chosen: Sequence[TrialRecord], folder: RunFolder) -> None:
     """Adds to the confirmation half and the references what the chosen points need."""
-    needed: dict[Precision, set[float]] = {work.reference: {1.0} & set(work.space.taus)}
+    needed: dict[Format, set[float]] = {(work.reference, Attention()): {1.0} & set(work.space.taus)}
     for record in chosen:
         taus = {record.settings.tau} if work.pool.dense and record.settings.draft_length else set()
-        needed.setdefault(record.settings.precision.target, set()).update(taus)
+        needed.setdefault((record.settings.precision.target, record.settings.attention), set()).update(taus)
     rest = {half: trace for half, trace in traces.items() if half != "search"}
-    _add(work, rest, {precision: sorted(taus) for precision, taus in needed.items()})
+    _add(work, rest, {form: sorted(taus) for form, taus in needed.items()})
     save_trace(folder.trace, traces)
 
 
@@ -82,19 +89,34 @@ def _tracer(work: Work) -> Tracer:
     return Tracer(work.sampling, work.config.max_draft_length, boundaries=work.pool.decoder(work.reference).boundaries)
 
 
-def _add(work: Work, traces: dict[str, Trace], wanted: Mapping[Precision, Sequence[float]]) -> None:
-    """Runs the models along the texts of each trace, at each precision that it does not hold yet."""
+def _add(work: Work, traces: dict[str, Trace], wanted: Mapping[Format, Sequence[float]]) -> None:
+    """Runs the models along the texts of each trace, in each format that it does not hold yet."""
     tracer = _tracer(work)
     total = sum(trace.texts.tokens for trace in traces.values())
     count = sum(len(trace.texts.prompts) for trace in traces.values()) * len(wanted)
-    with work.reporter.steps(f"tracing {total} tokens in {', '.join(wanted)}", count) as step:
+    with work.reporter.steps(f"tracing {total} tokens in {', '.join(itertools.starmap(format_of, wanted))}", count) as step:
         for trace in traces.values():
-            for precision, taus in wanted.items():
-                if precision in trace.plain and all((precision, tau) in trace.laws for tau in taus):
-                    continue
+            for (precision, attention), taus in wanted.items():
                 decoder = work.pool.decoder(precision)
-                draft = decoder.draft if isinstance(decoder.draft, CompactDraft) else getattr(decoder.draft, "runner", None)
-                tracer.add(trace, precision, decoder.target, draft, step.advance, taus)
+                draft = _traced_draft(decoder.draft, attention)
+                drawn = taus if draft is not None else ()
+                form, drafting = format_of(precision, attention.on("verify")), format_of(precision, attention)
+                if form in trace.plain and all((drafting, tau) in trace.laws for tau in drawn):
+                    continue
+                tracer.add(trace, precision, decoder.target, draft, step.advance, drawn, attention)
+
+
+def _traced_draft(draft: Draft, attention: Attention) -> Runner | CompactDraft | None:
+    """What a trace asks for the laws of a draft; None: it draws none, as the draft `self` with dense attention."""
+    if isinstance(draft, SelfDraft):
+        return draft.seeing(attention) if attention.side == "draft" else None
+    return draft if isinstance(draft, CompactDraft) else getattr(draft, "runner", None)
+
+
+def middle_context(work: Work) -> int:
+    """Tokens of the middle prompt of the search half, with half of an answer."""
+    lengths = sorted(map(len, _prompts(work, work.workload.search)))
+    return lengths[len(lengths) // 2] + work.config.max_new_tokens // 2
 
 
 def _prompts(work: Work, items: Sequence[Item]) -> list[list[int]]:
@@ -152,7 +174,8 @@ def make_meter(work: Work, trace: Trace, plain_step_s: float | None = None) -> C
 def _repeats(work: Work, plain_step_s: float | None) -> int:
     if plain_step_s is None:
         return REPEATS
-    rounds = len(work.space.precisions) * len(work.space.batch_sizes) * (work.config.max_draft_length + 1)
+    targets = len(work.space.precisions) * len({Attention.named(name).on("verify") for name in work.space.attentions})
+    rounds = targets * len(work.space.batch_sizes) * (work.config.max_draft_length + 1)
     # a round of several tokens and rows takes about twice a plain step, or less
     return min(REPEATS, max(_MIN_REPEATS, int(_COST_SHARE * work.config.budget_s / (2 * rounds * plain_step_s))))
 
@@ -161,15 +184,16 @@ def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
     """Fills the cost table for each precision and batch size, and writes it."""
     if folder.costs.exists():  # on resume they hold for the search; the live runs measure speed anew in any case
         meter.table = CostTable.read(folder.costs)
-    cells = [(precision, batch) for batch in work.space.batch_sizes for precision in work.space.precisions]
+    attentions = [Attention.named(name) for name in work.space.attentions]
+    cells = list(itertools.product(work.space.batch_sizes, work.space.precisions, attentions))
     with work.reporter.steps(
         f"measuring the cost of a round ({', '.join(work.space.precisions)}; batch "
         f"{', '.join(map(str, work.space.batch_sizes))})",
         len(cells),
     ) as step:
-        for precision, batch in cells:
-            meter.round_s(precision, batch)
-            meter.draft_step_s(precision, batch)
+        for batch, precision, attention in cells:
+            meter.round_s(precision, batch, attention.on("verify"))
+            meter.draft_step_s(precision, batch, attention.on("draft"))
             step.advance()
             if work.stop():
                 break

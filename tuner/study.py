@@ -82,11 +82,10 @@ class Study:
 
     def enqueue_baselines(self) -> None:
         """Plain decoding at each precision and batch size, and lossless at its own best draft length, come first."""
-        for batch in self.space.batch_sizes:
-            for precision in self.space.precisions:
-                self.study.enqueue_trial(
-                    self.space.params(draft_length=0, precision=precision, batch_size=batch), skip_if_exists=True
-                )
+        for batch, precision in itertools.product(self.space.batch_sizes, self.space.precisions):
+            for attention in self.space.attentions if self.space.attentions[0] == "dense" else (None,):
+                plain = self.space.params(draft_length=0, precision=precision, batch_size=batch, attention=attention)
+                self.study.enqueue_trial(plain, skip_if_exists=True)
         for batch in self.space.batch_sizes:
             lossless = self.best_lossless(batch)
             self.study.enqueue_trial(lossless, skip_if_exists=True)
@@ -100,8 +99,13 @@ class Study:
         best, params = -1.0, self.space.params(draft_length=1, precision=self.space.precisions[0], batch_size=batch)
         sources = self.space.sources if self.space.dense else ("draft",)
         lengths = range(1, self.space.max_draft_length + 1)
-        for precision, length, level, source in itertools.product(self.space.precisions, lengths, thetas, sources):
-            tried = self.space.params(draft_length=length, precision=precision, batch_size=batch, theta=level, source=source)
+        # with the target's own sparse attention it would not be lossless
+        attentions = ("dense",) if self.space.attentions[0] == "dense" else self.space.attentions
+        grid = itertools.product(self.space.precisions, lengths, thetas, sources, attentions)
+        for precision, length, level, source, attention in grid:
+            tried = self.space.params(
+                draft_length=length, precision=precision, batch_size=batch, theta=level, source=source, attention=attention
+            )
             settings, _ = self.space.settings(tried)
             flow = self.objective.replay.run(settings).flow
             speedup = self.objective.predict(settings, flow, batch).speedup

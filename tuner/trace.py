@@ -52,9 +52,9 @@ class Trace:
     entropy: of p in nats, by format. kinds: (T,) what each position is, a bit for each of BOUNDARIES; None: not known.
     chain: (T, max_draft_length) running least confidence of what prompt lookup would propose from the position on; -1:
     nothing. drafted: (T,) its token at each position, -1: nothing. lookup: its laws by format.
-    laws: of the loaded draft, by (`Settings.draft_format`, tau) and then by depth of a round; one where the depth makes no difference.
-    Empty where prompt lookup is the only draft. How a draft goes on from a position is not known without running it: see
-    `forced_chain`.
+    laws: of the loaded draft, by (`Settings.draft_format`, tau) and then by depth of a round; one where the depth makes no
+    difference. Empty where prompt lookup is the only draft. How a draft goes on from a position is not known without
+    running it: see `forced_chain`.
     """
 
     texts: Texts

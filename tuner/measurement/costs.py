@@ -54,8 +54,9 @@ class _Scripted(StatelessDraft):
 
 @dataclass
 class CostTable:
-    """Seconds by (format, batch), a format being a precision, maybe with sparse attention: `round_s` of a pass that verifies n tokens, host time included; `draft_step_s` of one
-    step of a draft model; `lookup_s` of drafting d tokens by n-gram; `judge_s` what a rule costs over `exact`."""
+    """Seconds by (format, batch), a format being a precision, maybe with sparse attention: `round_s` of a pass that verifies
+    n tokens, host time included; `draft_step_s` of one step of a draft model; `lookup_s` of drafting d tokens by n-gram;
+    `judge_s` what a rule costs over `exact`."""
 
     context: int
     round_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
