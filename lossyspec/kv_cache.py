@@ -29,7 +29,7 @@ class _RowLayer(CacheLayerMixin):
     def __init__(self, owner: RowCache) -> None:
         super().__init__()
         # no cycle: a cache goes with its last user, not when the garbage collector comes to it, with gigabytes still held
-        self.owner: RowCache = weakref.proxy(owner)
+        self.owner: Any = weakref.proxy(owner)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, capacity = key_states.shape[0], self.owner.capacity

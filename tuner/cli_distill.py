@@ -30,7 +30,7 @@ from .config import parse_duration_s
 @click.option("--rows", type=int, default=64, help="Streams that the target writes at a time.")
 @click.option("--length", type=int, default=384, help="Tokens of a stream.")
 @click.option("--batch-tokens", type=int, default=4096, help="Tokens of a training step.")
-@click.option("--rate", type=float, default=1.5e-3, help="Highest learning rate.")
+@click.option("--rate", type=float, default=1e-2, help="Highest learning rate, of matrices under Muon.")
 @click.option("--seed", type=int, default=0, help="Seed of data, weights and order.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("distilled"), help="Folder; a run in it is resumed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the card as JSON.")

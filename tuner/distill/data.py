@@ -68,6 +68,10 @@ class Shard:
         save_file({"tokens": self.tokens, "forced": self.forced, "features": self.features}, temporary)
         temporary.replace(path)
 
+    def rows(self, count: int) -> Shard:
+        """Its first streams."""
+        return Shard(self.tokens[:count], self.forced[:count], self.features[:count])
+
     @staticmethod
     def load(path: Path) -> Shard:
         """Reads a shard."""

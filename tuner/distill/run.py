@@ -24,12 +24,15 @@ from lossyspec.versions import versions
 
 from ..progress import Reporter
 from .data import Shard, chat_frame, read_conversations, write_streams
+from .loss import overlap
 from .payoff import payoff
-from .training import Recipe, Trainer, batches, covered, frequent_tokens, overlap
+from .training import Recipe, Trainer, batches, covered, frequent_tokens
 
 #: share of a budget that is spent on writing data
 _DATA_SHARE = 0.5
 _HELD_OUT = 1  # shards kept for evaluation
+_EVALUATED = 8192  # of their tokens, as training goes on; in the end all
+_DEPTHS = 4  # to which overlaps are measured
 _EVALUATIONS, _EVALUATE_EVERY = 20, 200  # at least so many, at most so many steps apart
 _PATIENCE = 4  # evaluations without a rise that end the training
 
@@ -52,7 +55,7 @@ class DistillConfig(Model):
     length: int = Field(384, ge=16, le=8192)
     temperatures: tuple[float, float] = (0.6, 1.0)
     batch_tokens: int = Field(4096, ge=64)
-    rate: float = Field(1.5e-3, gt=0)
+    rate: float = Field(1e-2, gt=0)
     seed: int = 0
 
 
@@ -131,17 +134,12 @@ class Distillation:
         if trainer.load(self.folder / "checkpoint"):
             self.reporter.say(f"going on from step {trainer.step}")
         test = Shard.load(held[0])
-        history = self._train(
-            trainer, used, lambda temperature: overlap(head, embeddings.float(), output_rows.float(), test, temperature, 4)
-        )
-        return self._finish(
-            head,
-            trainer,
-            tokens,
-            coverage,
-            history,
-            lambda temperature: overlap(head, embeddings.float(), output_rows.float(), test, temperature, 4),
-        )
+
+        def measured(batch: Shard, temperatures: Sequence[float]) -> list[dict[str, Any]]:
+            return overlap(head, embeddings.float(), output_rows.float(), batch, temperatures, _DEPTHS)
+
+        history = self._train(trainer, used, lambda: measured(test.rows(max(1, _EVALUATED // test.tokens.shape[1])), [1.0]))
+        return self._finish(head, trainer, tokens, coverage, history, measured(test, (0.7, 1.0)))
 
     # data
 
@@ -220,7 +218,7 @@ class Distillation:
         return FeatureHead(shape, stored["token_map"]), float(stored["coverage"])
 
     def _train(
-        self, trainer: Trainer, shards: Sequence[Path], test: Callable[[float], list[dict[str, Any]]]
+        self, trainer: Trainer, shards: Sequence[Path], test: Callable[[], list[dict[str, Any]]]
     ) -> list[dict[str, Any]]:
         history: list[dict[str, Any]] = []
         total, begun = trainer.recipe.steps, monotonic()
@@ -229,7 +227,7 @@ class Distillation:
         def tick(step: int, loss: float) -> bool:
             bar.advance()
             if step % every == 0 or step == total:
-                found = test(1.0)
+                found = test()
                 history.append({"step": step, "loss": loss, "overlap": [row["overlap"] for row in found]})
                 left = (monotonic() - begun) / (step - first) * (total - step)
                 shown = " ".join(f"{row['overlap']:.3f}" for row in found)
@@ -259,9 +257,8 @@ class Distillation:
         tokens: int,
         coverage: float,
         history: list[dict[str, Any]],
-        test: Callable[[float], list[dict[str, Any]]],
+        overlaps: list[dict[str, Any]],
     ) -> Distilled:
-        overlaps = [row for temperature in (0.7, 1.0) for row in test(temperature)]
         card = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": self.loaded.identity,
