@@ -18,7 +18,7 @@ from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
 from lossyspec.runner import Runner
-from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, write_streams
+from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, load_archive, write_streams
 from lossyspec.tuner.distill.loss import laws_loss, overlap
 from lossyspec.tuner.distill.muon import Muon, orthogonalised
 from lossyspec.tuner.distill.payoff import best_length
@@ -85,8 +85,7 @@ def test_training_raises_the_overlap() -> None:
         while True:
             for shard in shards:
                 for first in range(0, 64, 16):
-                    pick = slice(first, first + 16)
-                    yield Shard(shard.tokens[pick], shard.forced[pick], shard.features[pick])
+                    yield shard.rows(slice(first, first + 16))
 
     trainer.train(stream(), 60, lambda step, loss: True)
     after = measured()
@@ -174,6 +173,29 @@ def test_the_whole_job_resumes_and_its_head_drafts(tmp_path: Path) -> None:
     assert generation[0].tokens == plain[0].tokens and generation.stats.drafted > 0
     with pytest.raises(ConfigurationError, match="layers: 1 then, 2 now"):
         Distillation(make_distill_config(**options, layers=2), tmp_path / "out", QUIET)
+
+
+def test_streams_of_an_earlier_run_are_read_again_instead_of_written(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    options = {"target": str(folder), "rows": 8, "length": 24, "vocab": 64, "epochs": 1.0, "batch_tokens": 256}
+    Distillation(make_distill_config(**options, tokens=1000), tmp_path / "first", QUIET).run()
+    archive = tmp_path / "first" / "streams.safetensors"
+    again = make_distill_config(**options, tokens=1000, streams=archive)
+    Distillation(again, tmp_path / "second", QUIET).run()
+    shards = [sorted((tmp_path / name / "shards").glob("*")) for name in ("first", "second")]
+    assert len(shards[0]) == len(shards[1]) == 6
+    for one, other in zip(*shards, strict=True):
+        written, read = Shard.load(one), Shard.load(other)
+        assert torch.equal(written.tokens, read.tokens) and torch.equal(written.forced, read.forced)
+        torch.testing.assert_close(written.features.float(), read.features.float(), atol=0.03, rtol=0.03)  # bf16
+    more = make_distill_config(**options, tokens=1400, streams=archive)  # what is wanted beyond them is written
+    Distillation(more, tmp_path / "third", QUIET).run()
+    assert len(list((tmp_path / "third" / "shards").glob("*"))) == 8
+    (tmp_path / "none.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigurationError, match=r"--streams .*none.safetensors: not an archive"):
+        load_archive(tmp_path / "none.safetensors", 101)
+    with pytest.raises(ConfigurationError, match="the target has 3 tokens"):
+        load_archive(archive, 3)
 
 
 def test_wrong_options_are_named() -> None:

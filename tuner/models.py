@@ -80,7 +80,9 @@ class ModelPool:
                 continue
             own = precision or settings.precision.target
             if isinstance(model, LoadedHead):  # in the format of the target's activations; int8 beside packed weights
-                total += (1 if own in QUANTISED else CACHE_BYTES[own]) * sum(part.numel() for part in model.head.parameters())
+                total += (1 if own in QUANTISED else CACHE_BYTES[own]) * sum(
+                    part.numel() for part in model.head.parameters()
+                )
             else:
                 total += WEIGHT_BYTES[own] * model.weights
                 total += CACHE_BYTES[own] * batch * context * _kv_numbers(model.model)

@@ -76,8 +76,7 @@ def batches(shards: Sequence[Path], recipe: Recipe, start: int) -> Iterator[Shar
             )
             for first in range(0, len(mixed), rows):
                 if step >= start:
-                    pick = mixed[first : first + rows]
-                    yield Shard(shard.tokens[pick], shard.forced[pick], shard.features[pick])
+                    yield shard.rows(mixed[first : first + rows])
                 step += 1
         passes += 1
 
