@@ -2,8 +2,8 @@
 
 int8: one scale for each output, symmetric. int4: groups of 32 inputs with a scale and a least value, w = scale * n + least
 with n in 0 .. 15, which is how Q4_1 of GGUF stores its blocks: a model that comes from there keeps its numbers but for the
-rounding of the scales to bf16. int4-int8: int4, and int8 for the first and last layers. In all of them the output rows and an
-embedding that is tied to them are int8.
+rounding of the scales to bf16. int4-int8: int4, and int8 for the first and last layers. The output rows, and an embedding
+that is tied to them, are int8 in all three.
 """
 
 from __future__ import annotations
