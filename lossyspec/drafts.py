@@ -14,7 +14,7 @@ from .loading import LoadedModel, load, same_tokenizer
 from .profile import ModelIdentity
 from .runner import Runner
 from .self_drafting import SelfDraft
-from .settings import PRECISIONS, Precision
+from .settings import PRECISIONS, QUANTISED, Precision
 from .text_drafting import make_text_draft
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ NGRAM, HEAD, SELF, AUTO = "ngram", "head", "self", "auto"
 
 @dataclass(frozen=True)
 class LoadedHead:
-    """A feature head and its identity."""
+    """A feature head and its identity. precision: it has the dtype of its target; quantised, it is int8 itself."""
 
     head: FeatureHead
     identity: dict[str, Any]
+    precision: Precision = "fp32"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def load_draft(name: str, target: LoadedModel, precision: Precision) -> LoadedDr
         return _itself(name, target)
     folder = _head_folder(name)
     if folder is not None:
-        return LoadedHead(load_head(folder, target), head_identity(folder))
+        return LoadedHead(load_head(folder, target), head_identity(folder), precision)
     return load(name, precision, role="draft")
 
 
@@ -126,7 +127,7 @@ def make_draft(draft: LoadedDraft, target: Runner, vocab_size: int, tokenizer: A
         reader = Runner(draft.model.model, "draft", vocab_size, draft.model.stack) if draft.model else None
         return SelfDraft(target, vocab_size, reader=reader)
     if isinstance(draft, LoadedHead):
-        return FeatureDraft(draft.head, target.model, vocab_size)
+        return FeatureDraft(draft.head, target.model, vocab_size, draft.precision in QUANTISED)
     if not same_tokenizer(tokenizer, draft.tokenizer):
         return make_text_draft(draft, tokenizer, vocab_size)
     return ModelDraft(Runner(draft.model, "draft", vocab_size, draft.stack), vocab_size)

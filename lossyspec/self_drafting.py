@@ -53,9 +53,12 @@ class SelfDraft:
         other.attention = attention
         return other
 
+    def forget(self) -> None:
+        """Lets go of the last round's copy and of the cache that it was taken from."""
+        self._excerpt = None
+
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """Nothing of its own: the target has read the prompts."""
-        self._excerpt = None
 
     def fork(self) -> SelfDraft:
         """A draft of the same target; `attach` gives it the cache to read."""
@@ -65,7 +68,6 @@ class SelfDraft:
 
     def resume(self, prompt: list[int], kept: int, capacity: int) -> None:
         """Nothing of its own, as `start`."""
-        self._excerpt = None
 
     def select(self, rows: list[int]) -> None:
         """The target's cache has lost the other rows."""
@@ -143,6 +145,7 @@ def attach(draft: Draft | None, target: Runner, settings: Settings) -> None:
         if draft.reader is draft.runner:
             draft.reader = target
         draft.runner = target
+        draft.forget()  # a cache that the target is about to replace must not be held
     elif settings.attention.side == "draft":
         raise ConfigurationError(
             f"attention.side is 'draft', and the draft is {type(draft).__name__}: only the draft 'self' reads the target's "

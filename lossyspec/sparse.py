@@ -7,6 +7,7 @@ share their keys share their blocks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ class BlockIndex:
     """
 
     def __init__(self, cache: RowCache, block: int) -> None:
-        self.cache = cache
+        self.cache: RowCache = weakref.proxy(cache)  # which holds the index: no cycle, so that both go with the last user
         self.block = block
         self.rows = cache.layers[0].keys.shape[0]
         self._known = [0] * self.rows  # whole blocks that the bounds stand for
