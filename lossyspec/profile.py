@@ -101,6 +101,8 @@ class Profile(Model):
         """The id that fits the content."""
         data = dump(self)
         data.pop("id")
+        if not self.settings.attention.block:  # dense, as in all profiles that are older than the field
+            del data["settings"]["attention"]
         return "sha256:" + hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

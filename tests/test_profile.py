@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ from lossyspec.profile import (
     write_profile,
 )
 from lossyspec.records import Estimate, Quality, dump
-from lossyspec.settings import Precisions, Sampling, ScheduleRow, Settings
+from lossyspec.settings import Attention, Precisions, Sampling, ScheduleRow, Settings
 
 H100 = Device(kind="cuda", name="h100-sxm-80gb", compute_capability="9.0", memory_bytes=80 * 2**30)
 TARGET = ModelIdentity(id="embedded", config_sha256="c1", weights_sha256="w1")
@@ -120,8 +121,29 @@ def test_the_id_follows_the_content_and_not_the_id_or_the_order_of_keys(tmp_path
     assert write_profile(tmp_path / "b.json", base).id == base.id
     assert profile(alpha=0.31).content_id() != base.id
     assert profile(task="code").content_id() != base.id
+    sparse = Attention(block=32, sink=1, window=4, top=16, side="verify")
+    assert profile(attention=sparse).content_id() != base.id
     shuffled = dict(reversed(stored(tmp_path / "a.json").items()))
     assert read_profile(store(tmp_path / "c.json", shuffled)).id == base.id
+
+
+def test_a_profile_from_before_attention_loads_as_dense_under_its_own_id(tmp_path: Path) -> None:
+    written = write_profile(tmp_path / "new.json", profile())
+    data = dump(written)
+    assert data["settings"].pop("attention")["block"] == 0
+    data["id"] = None
+    content = {name: value for name, value in data.items() if name != "id"}
+    data["id"] = "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    again = read_profile(store(tmp_path / "old.json", data))
+    assert again.settings.attention == Attention()
+    assert again.id == data["id"] == written.id
+
+
+def test_a_profile_with_sparse_attention_and_the_draft_self_survives_its_file(tmp_path: Path) -> None:
+    sparse = Attention(block=16, sink=0, window=1, top=3, side="draft")
+    written = write_profile(tmp_path / "p.json", profile(attention=sparse))
+    assert read_profile(tmp_path / "p.json") == written
+    assert written.settings.attention == sparse
 
 
 def test_a_profile_that_was_edited_by_hand_is_refused_with_advice_and_read_without_its_id(tmp_path: Path) -> None:

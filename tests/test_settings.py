@@ -15,6 +15,7 @@ from lossyspec.settings import (
     PRECISIONS,
     PRINCIPLED_RULES,
     RULES,
+    Attention,
     Sampling,
     ScheduleRow,
     Settings,
@@ -188,3 +189,41 @@ def test_settings_and_sampling_survive_json(
     assert Settings.model_validate_json(settings.model_dump_json()) == settings
     sampling = Sampling(repetition_penalty=penalty, top_p=0.5, top_k=3)
     assert Sampling.model_validate_json(sampling.model_dump_json()) == sampling
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block": 12}, r"block is 12; allowed: 0 \(dense\), 8, 16, 32, 64, 128"),
+        ({"block": 0, "window": 2}, r"block is 0, which is dense attention: window must be null"),
+        ({"block": 32, "window": 2, "sink": 1}, r"block is 32: top, side must be given too"),
+        ({"block": 32, "window": 0, "sink": 1, "top": 1, "side": "draft"}, r"attention.window is 0"),
+        ({"block": 32, "window": 1, "sink": 1, "top": 1, "side": "both"}, r"attention.side is 'both'"),
+    ],
+)
+def test_attention_that_is_no_attention_is_refused_with_what_is_allowed(values: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_settings(attention=values)
+
+
+def test_attention_has_a_name_and_comes_back_from_it() -> None:
+    sparse = Attention(block=32, sink=1, window=4, top=16, side="verify")
+    assert sparse.name == "b32-s1-w4-t16-verify"
+    for each in (sparse, Attention(), Attention(block=8, sink=0, window=1, top=0, side="draft")):
+        assert Attention.named(each.name) == each
+    assert (sparse.on("verify"), sparse.on("draft")) == (sparse, Attention())
+    assert [sparse.skips(length) for length in (21 * 32, 21 * 32 + 1)] == [False, True]
+    assert not Attention().skips(10**6)
+    with pytest.raises(ConfigurationError, match=r"attention is 'b32-s1-w0-t16-verify': window is 0"):
+        Attention.named("b32-s1-w0-t16-verify")
+
+
+def test_settings_without_attention_are_dense_and_sparse_ones_survive_their_file() -> None:
+    dense = Settings().model_dump(mode="json")
+    assert dense["attention"] == {"block": 0, "window": None, "sink": None, "top": None, "side": None}
+    older = {name: value for name, value in dense.items() if name != "attention"}
+    assert Settings(**older) == Settings()
+    sparse = Settings(attention=Attention(block=32, sink=1, window=4, top=16, side="verify"))
+    assert Settings.model_validate_json(sparse.model_dump_json()) == sparse
+    assert (sparse.target_format, sparse.draft_format) == ("fp32+b32-s1-w4-t16-verify",) * 2
+    assert Settings().target_format == "fp32"
