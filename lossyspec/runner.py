@@ -80,8 +80,10 @@ class Runner:
 
         attention: block-sparse for these tokens; None: all that came before. Columns that only pad a row may hold any token:
         what they write is overwritten later. Raises NumericalError naming the model and the position when a logit is NaN or
-        +inf.
+        +inf, and ConfigurationError for sparse attention that the model does not have.
         """
+        if attention is not None and attention.block:
+            self.check_sparse()
         logits = self._logits(tokens, starts, attention)[..., : self.vocab_size].float()
         worst = logits.amax(-1)  # NaN spreads through amax
         if not bool(torch.isfinite(worst).all()):

@@ -45,7 +45,8 @@ class BlockIndex:
         self._known = [min(known, start // self.block) for known, start in zip(self._known, starts, strict=True)]
 
     def expect(self, filled: Sequence[int]) -> None:
-        """A pass begins, after which row i holds `filled[i]` entries: `refresh` of each layer will bring it up to them."""
+        """A pass begins, after which row i holds `filled[i]` entries; each layer that sparse attention reads must then ask
+        for its scores, since after the pass the index counts as up to date."""
         self._first, self._last = self._known, [length // self.block for length in filled]
         self._known = [max(before, now) for before, now in zip(self._first, self._last, strict=True)]
 
@@ -125,13 +126,13 @@ class SparseReader:
 
     def seen(self, layer: int, q: Tensor) -> Tensor:
         """(batch, kv_heads, n, blocks) which blocks each query sees."""
-        if self._index is None:  # here and not before: the cache may have been empty
-            self._index = BlockIndex.of(self.cache, self.attention.block)
-            self._index.expect(self._ends)
         top = min(self.attention.top or 0, self.candidates.shape[-1])
         always = self.always.expand(-1, self.stack.kv_heads, -1, -1)
         if not top:
             return always
+        if self._index is None:  # here and not before: the cache may have been empty
+            self._index = BlockIndex.of(self.cache, self.attention.block)
+            self._index.expect(self._ends)
         scores = self._index.scores(layer, q)[..., : self.candidates.shape[-1]].masked_fill(~self.candidates, -torch.inf)
         found = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(top).indices, True)
         return always | (found & self.candidates)
@@ -156,11 +157,13 @@ class Excerpt:
     def begin(self, lengths: Sequence[int]) -> None:
         """A round begins: row i has read `lengths[i]` tokens, and the next one makes the choice."""
         attention, device = self.attention, self.stack.model.device
-        index = BlockIndex.of(self.source, attention.block)
-        index.expect(lengths if len(lengths) == index.rows else [max(lengths)])
         own = [length // attention.block for length in lengths]
         skipped = [max(block + 1 - attention.kept, 0) for block in own]
         self.shifts = [blocks * attention.block for blocks in skipped]
+        self.chooses = any(skipped) and bool(attention.top)
+        if self.chooses:
+            self.index = BlockIndex.of(self.source, attention.block)
+            self.index.expect(lengths if len(lengths) == self.index.rows else [max(lengths)])
         stored = self.source.layers[0].keys.shape[2] // attention.block
         place = torch.arange(self.width, device=device)
         #: (batch, 1, width) the last blocks of each row, as many as are seen
@@ -169,7 +172,6 @@ class Excerpt:
         blocks = torch.arange(stored, device=device)
         last = torch.tensor(own, device=device)[:, None, None] - (attention.window or 0)
         self.candidates = (blocks >= (attention.sink or 0)) & (blocks <= last)
-        self.index = index
         self.sink = place[: attention.sink]
 
     def take(self, layer: int, q: Tensor) -> None:
@@ -179,7 +181,7 @@ class Excerpt:
         if self.stack.kinds[layer] == "full_attention" and any(self.shifts):
             sink, top = attention.sink or 0, attention.top or 0
             parts = [self.sink.expand(len(blocks), heads, -1), blocks[..., sink:]]
-            if top:
+            if self.chooses:
                 scores = self.index.scores(layer, q)[:, :, 0].masked_fill(~self.candidates, -torch.inf)
                 parts[1:] = [scores.topk(top).indices, blocks[..., sink + top :]]
             blocks = torch.where(self.sparse, torch.cat(parts, -1), blocks)

@@ -145,19 +145,24 @@ def test_sampled_texts_come_from_the_targets_law(target: Runner) -> None:
 
 
 def test_the_law_along_a_text_is_what_a_round_draws_from(target: Runner) -> None:
-    prompt, output, draft = tokens_of(60), tokens_of(40, 3), self_draft(target, attention=SMALL)
+    draft = self_draft(target, attention=SMALL)
     assert isinstance(draft, CompactDraft)
-    text_pass(target, prompt, output)
-    laws = draft.along(prompt, output, None, 6)
-    assert [law.shape for law in laws] == [(40, target.vocab_size)] * 6
-    text = prompt + output
-    for begin in (60, 67, 93):  # the text before the round
-        target.start([text[:begin]], 128)
-        excerpt = draft._begin(SMALL, [begin - 1])
-        for depth in range(6):
-            step = torch.tensor([[text[begin - 1 + depth]]])
-            got = draft._step(excerpt, step, [begin - 1], depth)[0, 0]
-            torch.testing.assert_close(laws[depth][begin - 60 + depth], got, rtol=1e-3, atol=1e-3)
+    # in the second text the first 32 rounds skip nothing
+    for prompt, output, begins in (
+        (tokens_of(60), tokens_of(40, 3), (60, 93)),
+        (tokens_of(1), tokens_of(70, 4), (20, 36, 64)),
+    ):
+        text_pass(target, prompt, output)
+        laws = draft.along(prompt, output, None, 4)
+        assert [law.shape for law in laws] == [(len(output), target.vocab_size)] * 4
+        text = prompt + output
+        for begin in begins:  # tokens before the round
+            target.start([text[:begin]], 128)
+            excerpt = draft._begin(SMALL, [begin - 1])
+            for depth in range(4):
+                step = torch.tensor([[text[begin - 1 + depth]]])
+                got = draft._step(excerpt, step, [begin - 1], depth)[0, 0]
+                torch.testing.assert_close(laws[depth][begin - len(prompt) + depth], got, rtol=1e-3, atol=1e-3)
 
 
 def test_a_session_drafts_over_the_cache_that_it_keeps(target: Runner, tmp_path: Path) -> None:
