@@ -7,6 +7,7 @@ share their keys share their blocks.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -105,6 +106,7 @@ class SparseReader:
         self.candidates = (blocks >= sink) & (blocks <= before)
         self._ends = [start + cache.count for start in starts]
         self._index: BlockIndex | None = None
+        self._rooms = [torch.empty(0), torch.empty(0)]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `lossyspec.fused.Reader`."""
@@ -118,11 +120,18 @@ class SparseReader:
         chosen, blocks = union.to(torch.uint8).topk(width)
         real = chosen > 0
         blocks = torch.where(real, blocks, 0)  # rows that see fewer blocks read the first one again, behind the mask
-        keys, values = pick_blocks(stored.keys, blocks, block), pick_blocks(stored.values, blocks, block)
+        keys, values = self._copied(0, stored.keys, blocks), self._copied(1, stored.values, blocks)
         visible = seen.gather(-1, blocks.unsqueeze(2).expand(-1, -1, q.shape[1], -1)) & real.unsqueeze(2)
         slots = (blocks.unsqueeze(-1) * block + torch.arange(block, device=blocks.device)).flatten(2)
         causal = slots.unsqueeze(2) <= self.positions[:, None, :, None]
         return attend(q, keys, values, visible.repeat_interleave(block, -1) & causal)
+
+    def _copied(self, which: int, part: Tensor, blocks: Tensor) -> Tensor:
+        """`pick_blocks` into memory that the layers of a pass share, which is still in the processor's cache."""
+        shape = (*blocks.shape[:2], blocks.shape[2] * self.attention.block, part.shape[3])
+        if (numbers := math.prod(shape)) > self._rooms[which].numel():
+            self._rooms[which] = part.new_empty(numbers)
+        return pick_blocks(part, blocks, self.attention.block, self._rooms[which][:numbers].view(shape))
 
     def seen(self, layer: int, q: Tensor) -> Tensor:
         """(batch, kv_heads, n, blocks) which blocks each query sees."""
