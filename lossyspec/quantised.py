@@ -114,9 +114,10 @@ def quantise(model: Any, precision: str) -> FusedStack:
     for index, layer in enumerate(stack.layers):
         at_end = min(index, count - 1 - index) < ends
         kind = Int8 if precision == "int8" or (precision == "int4-int8" and at_end) else Int4
-        stack.layers[index] = replace(
-            layer, **{name: _rounded(kind, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
-        )
+        parts = {name: _rounded(kind, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+        # the products take bf16: the norms before them give it, and what is between gate_up and down stays in it
+        norms = {name: replace(getattr(layer, name), narrow=True) for name in ("before_attention", "before_mlp")}
+        stack.layers[index] = replace(layer, **parts, **norms)
     stack.head = _rounded(Int8, dense([model.get_output_embeddings()]))
     return stack
 
