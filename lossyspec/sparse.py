@@ -8,13 +8,13 @@ share their keys share their blocks.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .fused import FusedStack, attend
+from .attention import attend
+from .fused import FusedStack
 from .kv_cache import RowCache
 from .settings import MAX_DRAFT_LENGTH, Attention
 
@@ -27,7 +27,7 @@ class BlockIndex:
     """
 
     def __init__(self, cache: RowCache, block: int) -> None:
-        self.cache: RowCache = weakref.proxy(cache)  # which holds the index: no cycle, so that both go with the last user
+        self.layers = cache.layers  # not the cache, which holds the index: both go with their last user
         self.block = block
         self.rows = cache.layers[0].keys.shape[0]
         self._known = [0] * self.rows  # whole blocks that the bounds stand for
@@ -53,7 +53,7 @@ class BlockIndex:
 
     def refresh(self, layer: int) -> Tensor:
         """The bounds of a layer up to date, (batch, kv_heads, blocks, 2 size): largest, then least numbers."""
-        keys, first, last = self.cache.layers[layer].keys, min(self._first), max(self._last)
+        keys, first, last = self.layers[layer].keys, min(self._first), max(self._last)
         if layer not in self._bounds:
             rows, heads, slots, size = keys.shape
             self._bounds[layer] = keys.new_zeros(rows, heads, slots // self.block, 2 * size)
@@ -109,7 +109,7 @@ class SparseReader:
         self._rooms = [torch.empty(0), torch.empty(0)]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `lossyspec.fused.Reader`."""
+        """As `lossyspec.attention.Reader`."""
         if self.stack.kinds[layer] != "full_attention":
             return self.dense(layer, q, k, v)
         self.cache.update(k, v, layer)

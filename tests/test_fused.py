@@ -13,8 +13,9 @@ from test_decoding import lively_model
 from torch import Tensor
 from torch.nn import functional as F
 
-import lossyspec.fused as fused
-from lossyspec.fused import FusedStack, attend, fuse
+import lossyspec.attention as attention
+from lossyspec.attention import attend
+from lossyspec.fused import FusedStack, fuse
 from lossyspec.runner import Runner
 
 FAMILY = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
@@ -123,12 +124,12 @@ def test_attention_is_the_plain_formula_on_both_ways(
         starts = torch.randint(0, length - count + 1, (batch,))
         place = starts[:, None] + torch.arange(count)
         mask = (torch.arange(length) <= place[..., None])[:, None]
-    before = fused._SHORT
-    fused._SHORT = 32 if short else 0
+    before = attention._SHORT
+    attention._SHORT = 32 if short else 0
     try:
         got = attend(q, keys, values, mask)
     finally:
-        fused._SHORT = before
+        attention._SHORT = before
     torch.testing.assert_close(got, slow_attend(q, keys, values, mask), rtol=1e-4, atol=1e-5)
 
 

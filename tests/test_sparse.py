@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_decoding import lively_model
 from torch import Tensor
 
+from lossyspec.attention import attend
 from lossyspec.decoding import Job, decode
 from lossyspec.drafting import NgramDraft
 from lossyspec.errors import ConfigurationError
-from lossyspec.fused import attend
 from lossyspec.kv_cache import RowCache
 from lossyspec.runner import Runner
 from lossyspec.settings import Attention, Sampling, Settings
@@ -236,7 +236,7 @@ def test_attention_with_a_mask_by_head_is_the_same_on_both_ways(monkeypatch: pyt
     mask = torch.rand(2, 2, 3, 9) > 0.4
     mask[..., 0] = True
     short = attend(q, keys, values, mask)
-    monkeypatch.setattr("lossyspec.fused._SHORT", 0)
+    monkeypatch.setattr("lossyspec.attention._SHORT", 0)
     torch.testing.assert_close(attend(q, keys, values, mask), short, rtol=1e-4, atol=1e-5)
 
 

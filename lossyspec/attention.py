@@ -1,0 +1,40 @@
+"""Attention of grouped heads over cached keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+#: (layer, scaled q (batch, n, heads, size), new keys and values (batch, kv_heads, n, size)) -> (batch, n, heads size):
+#: stores what is new and attends
+Reader = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+#: on the CPU, passes of at most this many tokens a row attend by two plain products; longer ones by the fused kernel
+_SHORT = 32
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared: int = 0) -> Tensor:
+    """Attention of scaled q (batch, n, heads, size) over keys and values (batch, kv_heads, T, size): (batch, n, heads size).
+
+    mask: (batch, 1 or kv_heads, n, T) of booleans; the first `shared` of T are known to be visible to all. Grouped heads
+    share their keys without copies of them."""
+    batch, count, heads, size = q.shape
+    if q.device.type != "cpu" or count > _SHORT:
+        queries = q.transpose(1, 2)
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.repeat_interleave(heads // mask.shape[1], 1)
+        result = F.scaled_dot_product_attention(queries, keys, values, mask, scale=1.0, enable_gqa=heads != keys.shape[1])
+        return result.transpose(1, 2).reshape(batch, count, heads * size)
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    queries = (
+        q.view(batch, count, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * count, size)
+    )
+    scores = queries @ keys.transpose(-1, -2)
+    if mask is not None:  # in place and past what all see: with a long past the scores are much to copy
+        hidden = ~mask[..., shared:].unsqueeze(2)
+        scores.view(batch, kv_heads, group, count, -1)[..., shared:].masked_fill_(hidden, -torch.inf)
+    attended = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
+    return attended.view(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
