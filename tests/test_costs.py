@@ -42,7 +42,7 @@ class Target(Runner):
         self.passes: list[tuple[int, int]] = []
         self.furthest = 0
 
-    def logits(self, tokens: torch.Tensor, starts: list[int]) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, starts: list[int], attention: Any = None) -> torch.Tensor:
         self.passes.append((tokens.shape[0], tokens.shape[1]))
         self.furthest = max(self.furthest, max(starts) + tokens.shape[1])
         return super().logits(tokens, starts)
@@ -331,11 +331,11 @@ def test_a_file_that_is_no_table_is_refused_by_name(tmp_path: Path, text: str | 
 class FixedCosts:
     """Rounds cost 10 + tokens; a draft step 3; a lookup 0.5 a token; judging 0.25. bf16 is twice as fast at batch 1."""
 
-    def round_s(self, precision: str, batch: int) -> list[float]:
+    def round_s(self, precision: str, batch: int, attention: Any = None) -> list[float]:
         scale = 0.5 if precision == "bf16" and batch == 1 else 1.0
         return [scale * (10.0 + drafted + 1) for drafted in range(9)]
 
-    def draft_step_s(self, precision: str, batch: int) -> float:
+    def draft_step_s(self, precision: str, batch: int, attention: Any = None) -> float:
         return 3.0
 
     def lookup_s(self, batch: int) -> list[float]:

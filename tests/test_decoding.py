@@ -135,7 +135,7 @@ class LawRunner:
     def check_room(self, longest: int) -> None:
         pass
 
-    def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
+    def logits(self, tokens: Tensor, starts: list[int], attention: Any = None) -> Tensor:
         return self.row.expand(*tokens.shape, -1).clone()
 
 
@@ -145,7 +145,7 @@ class ScriptRunner(LawRunner):
     def __init__(self, script: Sequence[int], prompt_length: int, vocab_size: int = 32) -> None:
         self.script, self.prompt_length, self.size = list(script), prompt_length, vocab_size
 
-    def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
+    def logits(self, tokens: Tensor, starts: list[int], attention: Any = None) -> Tensor:
         answer = torch.zeros(*tokens.shape, self.size)
         for row, start in enumerate(starts):
             for column in range(tokens.shape[1]):

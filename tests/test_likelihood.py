@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ class TableRunner(Runner):
     def select(self, rows: list[int]) -> None:
         self.tokens = self.tokens[rows]
 
-    def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
+    def logits(self, tokens: Tensor, starts: list[int], attention: Any = None) -> Tensor:
         first, width = torch.tensor(starts), tokens.shape[1]
         rows = torch.arange(len(starts))
         for column in range(width):
