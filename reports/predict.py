@@ -120,8 +120,8 @@ def predict_device(run: Run, device: Accelerator, roofline: Roofline) -> tuple[l
 def _round_s(run: Run, trial: TrialRecord, device: Accelerator, size: ModelSize, fit: Fit) -> float | None:
     """Seconds of a round of a configuration on the device; None when it does not fit."""
     predicted, batch, precision = trial.predicted, trial.batch_size, trial.settings.precision.target
-    if precision not in WEIGHT_BYTES or predicted is None:
-        return None
+    if precision not in WEIGHT_BYTES or predicted is None or trial.settings.attention.block:
+        return None  # what skipped blocks save there is not in the roofline
     needed = WEIGHT_BYTES[precision] * (size.parameters + (size.draft_parameters or 0))
     needed += CACHE_BYTES[precision] * batch * size.cached
     if needed > device.memory_bytes:
