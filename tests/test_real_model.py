@@ -170,8 +170,8 @@ def test_case_17_bf16_differs_from_transformers_first_at_a_numeric_tie(
     decoder = Decoder(narrow)
     real, seen = decoder.target.logits, []
 
-    def record(tokens: Tensor, starts: list[int]) -> Tensor:
-        logits = real(tokens, starts)
+    def record(tokens: Tensor, *given: Any) -> Tensor:
+        logits = real(tokens, *given)
         seen.append(logits[0, -1])
         return logits
 
