@@ -262,6 +262,14 @@ def emitted_law(rule: str, target: Tensor, draft: Tensor, alpha: Tensor) -> Tens
     return kept + (1 - kept.sum(-1, keepdim=True)).clamp_min(0.0) * residual(target, draft, verification)
 
 
+def relaxed_variation(target: Tensor, draft: Tensor, verification: Verification) -> Tensor:
+    """TV(pi, p) of each row in closed form, (...,): sum (q a - p)+, since no rule's residual lifts a token over p; where
+    s = p itself (`typical`), sum (q a - R p)+ with R = sum q a. `target` and `draft` as they were verified."""
+    kept = draft * verification.accept
+    total = torch.where(verification.residual_draft > 0, torch.ones_like(verification.residual_draft), kept.sum(-1))
+    return (kept - total.unsqueeze(-1) * target).clamp_min_(0.0).sum(-1)
+
+
 def accept_one_hot(rule: str, target_probability: Tensor, target_entropy: Tensor | None, alpha: Tensor) -> Tensor:
     """a(x) of a one-hot draft in closed form, from p(x) alone; same shape as `target_probability`.
 

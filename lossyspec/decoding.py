@@ -132,7 +132,7 @@ def _round(
     seen, walks = Seen(p) if settings.policy.active and not settings.lossless else None, [row.walk for row in rows]
     if seen is not None:
         alpha = alpha * factors(seen, walks, job.boundaries, proposal)
-    accepted, following = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)
+    accepted, following, _ = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)
     if seen is not None:
         for row, walk in zip(rows, moved(seen, walks, proposal, accepted, following), strict=True):
             row.walk = walk

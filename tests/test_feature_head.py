@@ -95,9 +95,8 @@ def test_a_verdict_on_the_support_is_the_verdict_on_all_tokens(rule: str) -> Non
     alpha = torch.full((rows, width), 0.4)
     for seed in range(40):
         uniforms = torch.rand(rows, width + 1, generator=torch.Generator().manual_seed(seed))
-        assert judge(p, small, settings, alpha, uniforms, greedy=False) == judge(
-            p, small.on_all(size), settings, alpha, uniforms, greedy=False
-        )
+        got = judge(p, small, settings, alpha, uniforms, greedy=False)
+        assert got[:2] == judge(p, small.on_all(size), settings, alpha, uniforms, greedy=False)[:2]
 
 
 def test_sampling_filters_apply_to_q_over_the_support() -> None:
