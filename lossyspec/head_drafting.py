@@ -35,7 +35,7 @@ class FeatureDraft:
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """A new batch; the prompts are read when their features have been observed."""
-        self._cache = RowCache(self.head.shape.layers, capacity)
+        self._cache = RowCache(self.head.shape.layers, capacity, len(prompts))
         self._features = self.embeddings.new_zeros(len(prompts), capacity, self.head.shape.hidden)
         self._known = [0] * len(prompts)
 
@@ -57,6 +57,14 @@ class FeatureDraft:
         self._cache.select(rows)
         self._features = self._features[torch.tensor(rows, device=self.device)]
         self._known = [self._known[row] for row in rows]
+
+    def join(self, other: FeatureDraft, room: int = 0) -> None:
+        """Appends the other's rows."""
+        self._cache.join(other._cache, room)
+        size = max(self._features.shape[1], other._features.shape[1])
+        both = [F.pad(part, (0, 0, 0, size - part.shape[1])) for part in (self._features, other._features)]
+        self._features = torch.cat(both)
+        self._known += other._known
 
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Keeps the target's features of each row from slot starts[i] on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,12 +78,31 @@ def _after_rejection(
     return residual(here, q, Verification(q, *factors))
 
 
-def judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uniforms: Tensor, greedy: bool) -> Verdict:
+def judge(
+    p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uniforms: Tensor, greedy: bool | Sequence[bool]
+) -> Verdict:
     """The verdict of a round.
 
     p: (batch, width + 1, V) of the target. alpha: (batch, width). uniforms: (batch, width + 1), each its own number;
-    the last column draws the token after the accepted ones. The accepted count never passes `proposal.lengths`.
+    the last column draws the token after the accepted ones. greedy: of all rows, or of each. The accepted count never
+    passes `proposal.lengths`.
     """
+    if isinstance(greedy, bool):
+        return _judge(p, proposal, settings, alpha, uniforms, greedy)
+    if len(set(greedy)) == 1:
+        return _judge(p, proposal, settings, alpha, uniforms, greedy[0])
+    accepted, following, variation = [0] * len(greedy), [0] * len(greedy), torch.zeros_like(alpha)
+    for kind in (False, True):
+        rows = [row for row, own in enumerate(greedy) if own is kind]
+        index = torch.tensor(rows, device=p.device)
+        verdict = _judge(p[index], proposal.of_rows(rows), settings, alpha[index], uniforms[index], kind)
+        variation[index] = verdict.variation
+        for row, count, token in zip(rows, verdict.accepted, verdict.following, strict=True):
+            accepted[row], following[row] = count, token
+    return Verdict(accepted, following, variation)
+
+
+def _judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uniforms: Tensor, greedy: bool) -> Verdict:
     width = proposal.tokens.shape[1]
     if width == 0:
         following = p[:, 0]

@@ -17,7 +17,7 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
 from lossyspec.head_files import load_head, read_card, save_head
 from lossyspec.loading import LoadedModel
-from lossyspec.sampling import probabilities
+from lossyspec.sampling import Choice, probabilities
 from lossyspec.settings import Sampling, Settings
 from lossyspec.verification import judge
 
@@ -59,7 +59,7 @@ def test_a_round_proposes_the_laws_that_unroll_gives_at_each_depth(width: int) -
     draft.start([ids], 64)
     draft.observe(decoder.target.features, [0])
     generator = torch.Generator().manual_seed(0)
-    proposal = draft.propose(Request([ids], [4], Settings(draft_length=4), Sampling(), generator))
+    proposal = draft.propose(Request([ids], [4], Settings(draft_length=4), [Choice(Sampling(), generator)]))
     assert proposal.lengths == [4] and proposal.q is not None
     grown = ids + proposal.tokens[0].tolist()
     features = torch.zeros(1, len(grown) - 1, 32)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lossyspec.acceptance import emitted_law, residual, verify
 from lossyspec.drafting import ModelDraft, Proposal, Request
 from lossyspec.runner import Runner
-from lossyspec.sampling import draw, probabilities
+from lossyspec.sampling import Choice, draw, probabilities
 from lossyspec.settings import RULES, Sampling, Settings
 from lossyspec.verification import judge
 
@@ -160,7 +160,7 @@ def test_case_3_returned_q_is_the_q_that_was_sampled_from() -> None:
     draft.start(prompts, 8)
     generator = torch.Generator().manual_seed(5)
     sampling, knobs = Sampling(top_k=2), Settings(rule="exact", draft_length=2)
-    proposal = draft.propose(Request(prompts, [2] * rows, knobs, sampling, generator))
+    proposal = draft.propose(Request(prompts, [2] * rows, knobs, [Choice(sampling, generator)] * rows))
     assert proposal.q is not None
     torch.testing.assert_close(proposal.q[7, 1], torch.tensor([4 / 7, 3 / 7, 0, 0]))
     for column in range(2):
@@ -176,7 +176,8 @@ def test_case_3_temperature_and_tau_are_in_the_returned_q_too() -> None:
     draft = ModelDraft(ConstantRunner([0.4, 0.3, 0.2, 0.1]), 4)
     draft.start([[0]], 8)
     sampling = Sampling(temperature=0.8, top_p=0.9)
-    request = Request([[0]], [1], Settings(draft_length=1, tau=0.5), sampling, torch.Generator().manual_seed(0))
+    choice = Choice(sampling, torch.Generator().manual_seed(0))
+    request = Request([[0]], [1], Settings(draft_length=1, tau=0.5), [choice])
     want = probabilities(torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), sampling, 0.5)
     q = draft.propose(request).q
     assert q is not None
@@ -199,7 +200,8 @@ def test_case_8_uniform_0_rejects_what_the_target_excludes(rule: str, alpha: flo
 def test_case_8_greedy_never_takes_what_the_target_excludes() -> None:
     p = torch.tensor([[[0.6, 0.4, 0.0], [0.0, 0.0, 1.0]]])
     proposal = Proposal(torch.tensor([[2]]), [1], None, 0)
-    assert judge(p, proposal, settings_of("optimal", 1.0), torch.ones(1, 1), torch.zeros(1, 2), greedy=True)[:2] == ([0], [0])
+    verdict = judge(p, proposal, settings_of("optimal", 1.0), torch.ones(1, 1), torch.zeros(1, 2), greedy=True)
+    assert verdict[:2] == ([0], [0])
 
 
 @pytest.mark.parametrize("rule", RULES)
