@@ -24,6 +24,7 @@ from .prompts import Prompt, as_list, prompt_ids
 from .rows import Job, Row
 from .runner import Runner
 from .sampling import Processor
+from .serving import Batcher
 from .session import Session
 from .settings import Sampling, Settings, make_sampling
 from .stats import Stats
@@ -45,13 +46,14 @@ class Piece:
 @dataclass(frozen=True)
 class Completion:
     """One answer. tokens: ids, with the EOS token where that ended it. finish_reason: `stop` or `length`. relaxed: which
-    tokens a rule with alpha over 0 let through or drew."""
+    tokens a rule with alpha over 0 let through or drew; variation: the sum over those of TV(emitted law, target)."""
 
     text: str
     tokens: list[int]
     prompt_tokens: int
     finish_reason: str
     relaxed: tuple[bool, ...] = field(default=(), compare=False)
+    variation: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -260,11 +262,17 @@ class Decoder:
 
     def generation(self, rows: list[Row], job: Job, stats: Stats) -> Generation:
         """What a finished run answered."""
-        return Generation([self._completion(row, job.stopping) for row in rows], stats)
+        return Generation([self.completion(row, job.stopping) for row in rows], stats)
 
     def session(self, messages: Sequence[dict[str, str]] = ()) -> Session:
         """A conversation that keeps the caches between its turns. messages: what it begins with, as a system prompt."""
         return Session(self, messages)
+
+    def batcher(self, max_batch: int = 8, max_length: int = 4096, max_waiting: int = 256) -> Batcher:
+        """Answers requests that come and go, in one batch. max_batch: how many run at once. max_length: most tokens of
+        prompt and answer of one. max_waiting: how many may wait. Raises ConfigurationError when the caches of `max_batch`
+        such requests do not fit the memory that is free."""
+        return Batcher(self, max_batch, max_length, max_waiting)
 
     def check_prompts(self, prompts: list[list[int]]) -> None:
         """Raises ConfigurationError for a prompt without tokens or with an id that the models do not share."""
@@ -275,10 +283,11 @@ class Decoder:
             if unknown := [token for token in prompt if not 0 <= token < size]:
                 raise ConfigurationError(f"prompt {index} holds the token id {unknown[0]}; allowed: 0 to {size - 1}")
 
-    def _completion(self, row: Row, stopping: Stopping) -> Completion:
+    def completion(self, row: Row, stopping: Stopping) -> Completion:
+        """What a finished row answered."""
         text = final_text(row.output, stopping, self.tokenizer) if self.tokenizer is not None else ""
         assert row.finish_reason is not None
-        return Completion(text, row.output, len(row.prompt), row.finish_reason, tuple(row.relaxed))
+        return Completion(text, row.output, len(row.prompt), row.finish_reason, tuple(row.relaxed), row.variation)
 
     def stream(
         self,

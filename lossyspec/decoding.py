@@ -91,16 +91,16 @@ class Batch:
             self.draft.join(other.draft, room)
         self.rows = self.rows + other.rows
 
+    @torch.inference_mode()
     def keep(self, live: list[int]) -> None:
         """Keeps the rows at these places, ascending. The last ones fill the gaps, so that little has to be copied."""
         if len(live) == len(self.rows):
             return
         inside, behind = set(live), [place for place in live if place >= len(live)]
         order = [place if place in inside else behind.pop() for place in range(len(live))]
-        if order:
-            self.target.select(order)
-            if self.draft is not None:
-                self.draft.select(order)
+        self.target.select(order)
+        if self.draft is not None:
+            self.draft.select(order)
         self.rows = [self.rows[place] for place in order]
 
     @torch.inference_mode()

@@ -46,6 +46,12 @@ class NumericalError(LossyspecError):
     exit_code = 4
 
 
+class Overloaded(LossyspecError):
+    """A batcher's queue is full (exit code 4)."""
+
+    exit_code = 4
+
+
 def mark_row(error: BaseException, row: int) -> None:
     """Notes on an error which row of the batch it is about; a batcher then ends that request alone."""
     error.row = row  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ class FeatureDraft:
     def select(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""
         self._cache.select(rows)
-        self._features = self._features[torch.tensor(rows, device=self.device)]
+        self._features = self._features[torch.tensor(rows, dtype=torch.long, device=self.device)]
         self._known = [self._known[row] for row in rows]
 
     def join(self, other: FeatureDraft, room: int = 0) -> None:

@@ -153,12 +153,20 @@ class RowCache(Cache):
             self.grow(-(-other.capacity // _GROW_SLOTS) * _GROW_SLOTS)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.join(theirs, self.rows, other.rows, room)
-        self.rows += other.rows
+        self.rows, self.extent = self.rows + other.rows, max(self.extent, other.extent)
 
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
         return sum(part.nbytes for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values))
+
+
+def numbers_per_token(config: Any) -> int:
+    """Numbers that one token adds to the cache of a model."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * width)
 
 
 def layer_types(config: Any) -> list[str]:
