@@ -1,4 +1,4 @@
-"""The guard: what it counts is the law that was emitted, over its limit a request is the target's own, and nothing else is."""
+"""The guard: what it counts is the law that was emitted; over its limit a request follows the target's own, and no other."""
 
 from __future__ import annotations
 
