@@ -13,7 +13,7 @@ from .head_files import embedded_head, head_identity, is_head, load_head
 from .loading import LoadedModel, load, same_tokenizer
 from .profile import ModelIdentity
 from .runner import Runner
-from .settings import Precision
+from .settings import QUANTISED, Precision
 from .text_drafting import make_text_draft
 
 if TYPE_CHECKING:
@@ -25,10 +25,11 @@ NGRAM, HEAD, AUTO = "ngram", "head", "auto"
 
 @dataclass(frozen=True)
 class LoadedHead:
-    """A feature head and its identity."""
+    """A feature head and its identity. precision: it has the dtype of its target; quantised, it is int8 itself."""
 
     head: FeatureHead
     identity: dict[str, Any]
+    precision: Precision = "fp32"
 
 
 LoadedDraft = LoadedModel | LoadedHead | None
@@ -62,7 +63,7 @@ def load_draft(name: str, target: LoadedModel, precision: Precision) -> LoadedDr
         return None
     folder = _head_folder(name)
     if folder is not None:
-        return LoadedHead(load_head(folder, target), head_identity(folder))
+        return LoadedHead(load_head(folder, target), head_identity(folder), precision)
     return load(name, precision, role="draft")
 
 
@@ -85,7 +86,7 @@ def make_draft(draft: LoadedDraft, target: Runner, vocab_size: int, tokenizer: A
     if draft is None:
         return NgramDraft(device=target.device)
     if isinstance(draft, LoadedHead):
-        return FeatureDraft(draft.head, target.model, vocab_size)
+        return FeatureDraft(draft.head, target.model, vocab_size, draft.precision in QUANTISED)
     if not same_tokenizer(tokenizer, draft.tokenizer):
         return make_text_draft(draft, tokenizer, vocab_size)
     return ModelDraft(Runner(draft.model, "draft", vocab_size, draft.stack), vocab_size)

@@ -6,12 +6,32 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .drafting import Proposal, Request, draw_round
 from .feature_head import FeatureHead
+from .fused import Dense
 from .kv_cache import RowCache
+from .quantised import Int8
+
+
+class _Product(nn.Module):
+    """A packed matrix in the place of a linear layer."""
+
+    def __init__(self, matrix: Int8) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix(x)
+
+
+def _pack(head: FeatureHead) -> None:
+    for module in list(head.modules()):
+        for name, part in list(module.named_children()):
+            if isinstance(part, nn.Linear):
+                setattr(module, name, _Product(Int8.of(Dense(part.weight.detach(), None))))
 
 
 class FeatureDraft:
@@ -21,14 +41,19 @@ class FeatureDraft:
     the head's own output and are written over in the next round.
     """
 
-    def __init__(self, head: FeatureHead, target: Any, vocab_size: int) -> None:
+    def __init__(self, head: FeatureHead, target: Any, vocab_size: int, packed: bool = False) -> None:
+        """packed: the head's own matrices, and the output rows it uses, in int8 (CPUs), beside a target that is quantised;
+        the dense ones of `head` are replaced."""
         weight = target.get_input_embeddings().weight
         self.head = head.to(device=weight.device, dtype=weight.dtype).eval()
         self.embeddings: Tensor = weight
         self.device: torch.device = weight.device
         self.vocab_size = vocab_size
         self.support: Tensor = self.head.token_map
-        self.rows: Tensor = target.get_output_embeddings().weight[self.support].contiguous()
+        rows = Dense(target.get_output_embeddings().weight[self.support].contiguous(), None)
+        self.rows: Dense | Int8 = Int8.of(rows) if packed else rows
+        if packed:
+            _pack(self.head)
         self._cache = RowCache(head.shape.layers, 0)
         self._features = weight.new_zeros(0)
         self._known: list[int] = []
@@ -97,7 +122,7 @@ class FeatureDraft:
         embedded = F.embedding(ids[:, 1:-1], self.embeddings)
         first = max(len(prompt) - 2, 0)
         outputs = self.head.unroll(embedded, features[:, : embedded.shape[1]], depths)
-        laws = [self.head.logits(part[0, first:], self.rows).float() for part in outputs]
+        laws = [self._logits(part[0, first:]) for part in outputs]
         return [F.pad(law, (0, 0, len(output) - len(law), 0)) for law in laws]
 
     def _catch_up(self, request: Request) -> Tensor:
@@ -130,9 +155,13 @@ class FeatureDraft:
             x = block.finish(x, F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=True))  # type: ignore[operator]
         return self.head.output(x)
 
+    def _logits(self, feature: Tensor) -> Tensor:
+        """fp32 logits (.., S) over the support."""
+        return (self.rows(feature) + self.head.bias).float()
+
     def _law(self, feature: Tensor, request: Request, drafted: Tensor) -> Tensor:
         """q of each row over the support, (batch, S); over all tokens when penalties or processors apply."""
-        logits = self.head.logits(feature, self.rows).float()
+        logits = self._logits(feature)
         if request.penalised:
             everywhere = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
             logits = everywhere.index_copy_(-1, self.support, logits)

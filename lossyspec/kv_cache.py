@@ -7,6 +7,7 @@ of where the next pass starts. Sliding-window layers keep all entries and are wi
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class _RowLayer(CacheLayerMixin):
 
     def __init__(self, owner: RowCache) -> None:
         super().__init__()
-        self.owner = owner
+        # no cycle: a cache goes with its last user, not when the garbage collector comes to it, with gigabytes still held
+        self.owner: Any = weakref.proxy(owner)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, capacity = key_states.shape[0], self.owner.capacity

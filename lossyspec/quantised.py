@@ -2,7 +2,8 @@
 
 int8: one scale for each output, symmetric. int4: groups of 32 inputs with a scale and a least value, w = scale * n + least
 with n in 0 .. 15, which is how Q4_1 of GGUF stores its blocks: a model that comes from there keeps its numbers but for the
-rounding of the scales to bf16. The output rows and the embedding that is tied to them are int8 in both.
+rounding of the scales to bf16. int4-int8: int4, and int8 for the first and last layers. The output rows, and an embedding
+that is tied to them, are int8 in all three.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .fused import Dense, FusedStack, dense, fuse
 
 GROUP = 32
 _INNER_TILES = 2
+#: int4-int8 keeps one of so many layers at each end in int8: what comes first and last loses most by rounding
+_ENDS = 12
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,14 @@ def quantise(model: Any, precision: str) -> FusedStack:
         raise ConfigurationError(
             f"{precision} needs a model of the Llama family, and {kind} is another; use fp32, bf16 or fp16"
         )
-    kind = Int4 if precision == "int4" else Int8
+    count, ends = len(stack.layers), max(1, len(stack.layers) // _ENDS)
     for index, layer in enumerate(stack.layers):
-        stack.layers[index] = replace(
-            layer, **{name: _rounded(kind, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
-        )
+        at_end = min(index, count - 1 - index) < ends
+        kind = Int8 if precision == "int8" or (precision == "int4-int8" and at_end) else Int4
+        parts = {name: _rounded(kind, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+        # the products take bf16: the norms before them give it, and what is between gate_up and down stays in it
+        norms = {name: replace(getattr(layer, name), narrow=True) for name in ("before_attention", "before_mlp")}
+        stack.layers[index] = replace(layer, **parts, **norms)
     stack.head = _rounded(Int8, dense([model.get_output_embeddings()]))
     return stack
 

@@ -9,22 +9,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .errors import ConfigurationError, nearest
 
 Rule = Literal["exact", "mixture", "optimal", "priced", "lenience", "typical", "fuzzy"]
-Precision = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+Precision = Literal["fp32", "bf16", "fp16", "int8", "int4-int8", "int4"]
 Source = Literal["draft", "ngram", "mixed"]
 Boundary = Literal["sentence", "paragraph", "list", "line"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 #: precisions of the weights alone, whose products are bf16
-QUANTISED: tuple[Precision, ...] = ("int8", "int4")
+QUANTISED: tuple[Precision, ...] = ("int8", "int4-int8", "int4")
 SOURCES: tuple[Source, ...] = get_args(Source)
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
 #: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
 PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
 MAX_DRAFT_LENGTH = 16
-#: bytes of a weight (an int4 group of 32 has 4 bytes of scales), and of a number of the cache
-WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.625}
-CACHE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4, "int4": 4}
+#: bytes of a weight (an int4 group has 4 bytes of scales; int4-int8 is int8 at both ends), and of a number of the cache
+WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4-int8": 0.7, "int4": 0.625}
+CACHE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4, "int4-int8": 4, "int4": 4}
 
 
 class Model(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,18 @@ from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
 from lossyspec.runner import Runner
-from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, write_streams
+from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, load_archive, write_streams
+from lossyspec.tuner.distill.loss import laws_loss, overlap
+from lossyspec.tuner.distill.muon import Muon, orthogonalised
 from lossyspec.tuner.distill.payoff import best_length
 from lossyspec.tuner.distill.run import Distillation, make_distill_config
 from lossyspec.tuner.distill.training import (
     Recipe,
     Trainer,
     batches,
-    divergence,
     frequent_tokens,
     learning_rate,
-    overlap,
+    rolled_out,
 )
 from lossyspec.tuner.progress import Reporter
 
@@ -70,11 +72,11 @@ def test_the_frame_of_a_template_and_its_forced_tokens() -> None:
 
 def test_training_raises_the_overlap() -> None:
     model = tiny_model("llama")
-    trainer = fresh(model, Recipe(steps=60, batch_tokens=384, rate=3e-3, warm_up=5, depths=2))
+    trainer = fresh(model, Recipe(steps=60, batch_tokens=384, warm_up=5, depths=2))
     test, weights = shard_of(model, seed=99), model.get_output_embeddings().weight.detach()
 
     def measured() -> list[float]:
-        return [row["overlap"] for row in overlap(trainer.head, trainer.embeddings, weights, test, 1.0, 2)]
+        return [row["overlap"] for row in overlap(trainer.head, trainer.embeddings, weights, test, [1.0], 2)]
 
     before = measured()
     shards = [shard_of(model, rows=64, seed=seed) for seed in range(3)]
@@ -83,8 +85,7 @@ def test_training_raises_the_overlap() -> None:
         while True:
             for shard in shards:
                 for first in range(0, 64, 16):
-                    pick = slice(first, first + 16)
-                    yield Shard(shard.tokens[pick], shard.forced[pick], shard.features[pick])
+                    yield shard.rows(slice(first, first + 16))
 
     trainer.train(stream(), 60, lambda step, loss: True)
     after = measured()
@@ -107,6 +108,27 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(tmp_path: Path) -> N
     for name, value in unbroken.head.state_dict().items():
         assert torch.equal(value, second.head.state_dict()[name]), name
     assert not fresh(model, recipe).load(tmp_path / "nowhere")
+
+
+def test_each_part_of_a_run_rolls_out_one_step_more() -> None:
+    recipe = Recipe(steps=90, warm_up=0, depths=3)
+    assert [rolled_out(recipe, step) for step in (0, 29, 30, 59, 60, 90)] == [1, 1, 2, 2, 3, 3]
+    assert rolled_out(recipe, 0, spent=0.7) == 3  # where the time runs out first
+    assert rolled_out(Recipe(steps=1, depths=1), 1) == 1
+
+
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
+def test_muons_updates_are_near_orthogonal_and_of_adams_size(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrix = torch.nn.Parameter(torch.zeros(shape))
+    matrix.grad = torch.randn(shape)
+    values = torch.linalg.svdvals(orthogonalised(matrix.grad))
+    assert bool((values > 0.5).all() and (values < 1.5).all())
+    u, s, vt = torch.linalg.svd(matrix.grad, full_matrices=False)
+    assert float((orthogonalised(matrix.grad) * (u @ vt)).sum() / s.numel()) > 0.8  # in the gradient's own directions
+    Muon([matrix], rate=0.1, weight_decay=0.0).step()
+    assert float(matrix.detach().square().mean().sqrt()) == pytest.approx(0.02, rel=0.25)
+    assert float((matrix.detach() * matrix.grad).sum()) < 0.0
 
 
 def test_learning_rate_and_token_map(tmp_path: Path) -> None:
@@ -153,6 +175,29 @@ def test_the_whole_job_resumes_and_its_head_drafts(tmp_path: Path) -> None:
         Distillation(make_distill_config(**options, layers=2), tmp_path / "out", QUIET)
 
 
+def test_streams_of_an_earlier_run_are_read_again_instead_of_written(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    options = {"target": str(folder), "rows": 8, "length": 24, "vocab": 64, "epochs": 1.0, "batch_tokens": 256}
+    Distillation(make_distill_config(**options, tokens=1000), tmp_path / "first", QUIET).run()
+    archive = tmp_path / "first" / "streams.safetensors"
+    again = make_distill_config(**options, tokens=1000, streams=archive)
+    Distillation(again, tmp_path / "second", QUIET).run()
+    shards = [sorted((tmp_path / name / "shards").glob("*")) for name in ("first", "second")]
+    assert len(shards[0]) == len(shards[1]) == 6
+    for one, other in zip(*shards, strict=True):
+        written, read = Shard.load(one), Shard.load(other)
+        assert torch.equal(written.tokens, read.tokens) and torch.equal(written.forced, read.forced)
+        torch.testing.assert_close(written.features.float(), read.features.float(), atol=0.03, rtol=0.03)  # bf16
+    more = make_distill_config(**options, tokens=1400, streams=archive)  # what is wanted beyond them is written
+    Distillation(more, tmp_path / "third", QUIET).run()
+    assert len(list((tmp_path / "third" / "shards").glob("*"))) == 8
+    (tmp_path / "none.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigurationError, match=r"--streams .*none.safetensors: not an archive"):
+        load_archive(tmp_path / "none.safetensors", 101)
+    with pytest.raises(ConfigurationError, match="the target has 3 tokens"):
+        load_archive(archive, 3)
+
+
 def test_wrong_options_are_named() -> None:
     with pytest.raises(ConfigurationError, match="tokens is 5"):
         make_distill_config(tokens=5)
@@ -168,17 +213,27 @@ def test_the_users_own_traffic_is_read(tmp_path: Path) -> None:
     assert result.card["tokens"] > 0
 
 
-def test_the_divergence_and_its_gradients_are_those_of_the_plain_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lossyspec.tuner.distill.training._PIECE", 7)
+@pytest.mark.parametrize("reach", [0.0, 3.0])
+def test_the_loss_and_its_gradients_are_those_of_the_plain_formula(monkeypatch: pytest.MonkeyPatch, reach: float) -> None:
+    monkeypatch.setattr("lossyspec.tuner.distill.loss._PIECE", 20 if reach else 7)  # the share is that of a piece
     torch.manual_seed(0)
-    own, bias = torch.randn(20, 8, requires_grad=True), torch.randn(30, requires_grad=True)
-    known, rows = torch.randn(20, 8), torch.randn(30, 8)
-    target, draft = F.linear(known, rows).log_softmax(-1), (F.linear(own, rows) + bias).log_softmax(-1)
-    wanted = 3 * (target.exp() * (target - draft)).sum(-1).mean()
-    gradients = torch.autograd.grad(wanted, (own, bias))
-    got = 3 * divergence(own, bias, known, rows)
-    torch.testing.assert_close(got, wanted)
-    for mine, other in zip(torch.autograd.grad(got, (own, bias)), gradients, strict=True):
+    outputs = [torch.randn(20, 8, requires_grad=True) for _ in range(2)]
+    bias, known, rows = torch.randn(30, requires_grad=True), torch.randn(20, 8), torch.randn(30, 8)
+    weights = torch.rand(2, 20)
+    weights[1, :4] = 0.0
+    target, wanted, overlaps = F.linear(known, rows).log_softmax(-1), torch.zeros(()), []
+    for weight, output in zip(weights, outputs, strict=True):
+        draft = (F.linear(output, rows) + bias).log_softmax(-1)
+        shared = torch.minimum(target, draft).exp().sum(-1)
+        overlaps.append(float((weight @ shared / weight.sum()).detach()))
+        share = math.exp(-reach * overlaps[-1])
+        divergence = (target.exp() * (target - draft)).sum(-1)
+        wanted = wanted + 3 * (weight @ (share * divergence + (1 - share) * (1 - shared)))
+    gradients = torch.autograd.grad(wanted, (*outputs, bias))
+    got, seen = laws_loss(outputs, bias, known, rows, weights, reach)
+    torch.testing.assert_close(3 * got, wanted)
+    assert seen.tolist() == pytest.approx(overlaps, abs=1e-5)
+    for mine, other in zip(torch.autograd.grad(3 * got, (*outputs, bias)), gradients, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-4)
 
 

@@ -15,8 +15,10 @@ from lossyspec.drafting import Proposal, Request
 from lossyspec.drafts import LoadedHead, load_draft
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
+from lossyspec.head_drafting import FeatureDraft
 from lossyspec.head_files import load_head, read_card, save_head
 from lossyspec.loading import LoadedModel
+from lossyspec.runner import Runner
 from lossyspec.sampling import Choice, probabilities
 from lossyspec.settings import Sampling, Settings
 from lossyspec.verification import judge
@@ -50,6 +52,24 @@ def test_greedy_lossless_is_token_identical_to_plain(architecture: str, theta: f
     assert got.stats.drafted > 0
 
 
+def test_a_packed_head_is_near_the_dense_one_and_reads_its_own_bytes_alone() -> None:
+    target = Runner(tiny_model("llama"), "target", VOCAB)
+    ids, laws, drafts = [5, 6, 7, 8, 9, 10, 11, 12], [], []
+    target.start([ids], 64)
+    for packed in (False, True):
+        drafts.append(FeatureDraft(tiny_head(), target.model, VOCAB, packed))
+        laws.append(torch.stack(drafts[-1].along(ids[:4], ids[4:], target.features, 2)).softmax(-1))
+    assert 0.0 < float((laws[0] - laws[1]).abs().sum(-1).mean()) < 0.05
+    assert not any(isinstance(part, torch.nn.Linear) for part in drafts[1].head.modules())
+    generator = torch.Generator().manual_seed(0)
+    drafts[1].start([ids], 64)
+    drafts[1].observe(target.features, [0])
+    proposal = drafts[1].propose(Request([ids], [2], Settings(draft_length=2), [Choice(Sampling(), generator)]))
+    assert proposal.q is not None and target.features is not None
+    first = drafts[1].along(ids, [0], torch.cat([target.features, target.features[:, -1:]], 1), 1)[0].softmax(-1)
+    torch.testing.assert_close(proposal.q[0, 0], first[0], atol=2e-4, rtol=2e-2)  # its products are bf16
+
+
 @pytest.mark.parametrize("width", [32, 64])
 def test_a_round_proposes_the_laws_that_unroll_gives_at_each_depth(width: int) -> None:
     decoder, _ = decoders(head=tiny_head(width=width))
@@ -68,7 +88,7 @@ def test_a_round_proposes_the_laws_that_unroll_gives_at_each_depth(width: int) -
     embedded = F.embedding(torch.tensor([grown[1:]]), draft.embeddings)
     with torch.inference_mode():
         for depth, output in enumerate(draft.head.unroll(embedded, features, 4)):
-            q = draft.head.logits(output[:, len(ids) - 2 + depth], draft.rows).softmax(-1)
+            q = (draft.rows(output[:, len(ids) - 2 + depth]) + draft.head.bias).softmax(-1)
             torch.testing.assert_close(q[0], proposal.q[0, depth], atol=1e-6, rtol=1e-4)
 
 

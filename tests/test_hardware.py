@@ -459,6 +459,7 @@ def test_Q7_bf16_needs_compute_capability_8() -> None:
         "fp16": None,
         "bf16": "t4-16gb has compute capability 7.5, and bf16 needs 8.0 or newer",
         "int8": "packed weights run on CPUs so far",
+        "int4-int8": "packed weights run on CPUs so far",
         "int4": "packed weights run on CPUs so far",
     }
     with pytest.raises(EnvironmentProblem, match=r"7\.5.*use one of: fp32, fp16"):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_tiny, tiny_model
+from conftest import save_tiny, tiny_config, tiny_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
@@ -105,6 +106,15 @@ def test_a_quantised_model_is_loaded_checked_freed_and_stays_lossless_against_it
         logits.append(runner.logits(torch.tensor([PROMPTS[0]]), [0]).softmax(-1))
     distance = float(0.5 * (logits[0] - logits[1]).abs().sum(-1).mean())
     assert 0 < distance < 0.2
+
+
+def test_int4_int8_keeps_the_ends_in_int8() -> None:
+    for name, wanted in (("int4-int8", [Int8, Int4, Int4, Int8]), ("int4", [Int4] * 4), ("int8", [Int8] * 4)):
+        config = tiny_config("llama", 101)
+        config.num_hidden_layers = 4
+        stack = quantise(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), name)
+        assert [type(layer.down) for layer in stack.layers] == wanted
+        assert isinstance(stack.head, Int8)
 
 
 def test_other_architectures_are_refused_by_name() -> None:

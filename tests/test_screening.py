@@ -69,7 +69,7 @@ def test_a_search_leaves_out_what_is_slower_keeps_what_is_not_and_resumes_with_t
 
     def screened(*given: Any) -> tuple[dict[str, str], float]:
         asked.append(1)
-        return {"bf16": "too slow", "int8": "too slow"}, 0.001
+        return {"bf16": "too slow", "int8": "too slow", "int4-int8": "too slow"}, 0.001
 
     monkeypatch.setattr(screening, "screen", screened)
     search(place, tmp_path / "run", precisions=None, trials=20)

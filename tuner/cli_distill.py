@@ -19,6 +19,12 @@ from .config import parse_duration_s
     default=None,
     help="Your own traffic as JSONL. [default: the target writes it]",
 )
+@click.option(
+    "--streams",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="streams.safetensors of an earlier distillation: its streams are read again instead of written. [default: none]",
+)
 @click.option("--tokens", type=int, default=300_000, help="Tokens that the target writes.")
 @click.option("--budget", default=None, help="Wall-clock time: 10m, 2h. [default: none]")
 @click.option("--from", "start", type=click.Path(path_type=Path), default=None, help="A head to go on from. [default: none]")
@@ -30,7 +36,7 @@ from .config import parse_duration_s
 @click.option("--rows", type=int, default=64, help="Streams that the target writes at a time.")
 @click.option("--length", type=int, default=384, help="Tokens of a stream.")
 @click.option("--batch-tokens", type=int, default=4096, help="Tokens of a training step.")
-@click.option("--rate", type=float, default=1.5e-3, help="Highest learning rate.")
+@click.option("--rate", type=float, default=1e-2, help="Highest learning rate, of matrices under Muon.")
 @click.option("--seed", type=int, default=0, help="Seed of data, weights and order.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("distilled"), help="Folder; a run in it is resumed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the card as JSON.")

@@ -80,8 +80,10 @@ class ModelPool:
             if model is None:
                 continue
             own = precision or settings.precision.target
-            if isinstance(model, LoadedHead):  # in the format of the target's activations
-                total += CACHE_BYTES[own] * sum(part.numel() for part in model.head.parameters())
+            if isinstance(model, LoadedHead):  # in the format of the target's activations; int8 beside packed weights
+                total += (1 if own in QUANTISED else CACHE_BYTES[own]) * sum(
+                    part.numel() for part in model.head.parameters()
+                )
             else:
                 total += WEIGHT_BYTES[own] * model.weights
                 total += CACHE_BYTES[own] * batch * context * numbers_per_token(model.model.config)
@@ -123,9 +125,10 @@ class ModelPool:
         return run
 
     def run_transformers(
-        self, precision: Precision, sampling: Sampling, max_new_tokens: int
+        self, precision: Precision, sampling: Sampling, max_new_tokens: int, **generate: Any
     ) -> Callable[[list[list[int]], int], BlockRecord]:
-        """The outside reference: transformers' own `generate` with the same model, prompts and sampling."""
+        """The outside reference: transformers' own `generate` with the same model, prompts and sampling; `generate`: more of
+        its options."""
         # a quantised model has no forward of its own: transformers then runs the dense format that is fastest here
         decoder = self.decoder(precision if precision not in QUANTISED else self.outside)
         model, device = decoder.target.model, decoder.target.device
@@ -137,7 +140,7 @@ class ModelPool:
         }
         if sampling.temperature > 0:
             options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
-        options["repetition_penalty"] = sampling.repetition_penalty
+        options |= {"repetition_penalty": sampling.repetition_penalty, **generate}
 
         def run(prompts: list[list[int]], seed: int) -> BlockRecord:
             width = max(map(len, prompts))

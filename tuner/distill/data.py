@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lossyspec.errors import ConfigurationError
@@ -20,6 +22,8 @@ from lossyspec.prompts import prompt_ids
 from lossyspec.runner import Runner
 from lossyspec.sampling import draw
 
+#: streams of an archive that are read at a time
+_READ_ROWS = 16
 _SENTINELS = ("\ue000", "\ue001", "\ue002")
 
 
@@ -67,6 +71,10 @@ class Shard:
         temporary = path.with_suffix(".partial")
         save_file({"tokens": self.tokens, "forced": self.forced, "features": self.features}, temporary)
         temporary.replace(path)
+
+    def rows(self, pick: slice | Tensor) -> Shard:
+        """Some of its streams."""
+        return Shard(self.tokens[pick], self.forced[pick], self.features[pick])
 
     @staticmethod
     def load(path: Path) -> Shard:
@@ -152,3 +160,46 @@ def read_conversations(
         assert target.features is not None
         row = torch.tensor([ids[:-1]], dtype=torch.int32)
         yield Shard(row, torch.zeros_like(row, dtype=torch.bool), target.features.bfloat16().cpu())
+
+
+def save_archive(shards: Sequence[Path], path: Path) -> None:
+    """The streams of shards of equal length in one small file, without their features."""
+    from safetensors.torch import save_file
+
+    parts = [Shard.load(place) for place in shards]
+    if len({part.tokens.shape[1] for part in parts}) != 1:
+        return  # the user's own conversations, which the user has
+    tokens, forced = torch.cat([part.tokens for part in parts]), torch.cat([part.forced for part in parts])
+    small = tokens.to(torch.uint16) if int(tokens.max()) < 1 << 16 else tokens
+    bits = torch.from_numpy(np.packbits(forced.numpy(), axis=1))
+    temporary = path.with_suffix(".partial")
+    save_file({"tokens": small, "forced": bits}, temporary)
+    temporary.replace(path)
+
+
+def load_archive(path: Path, vocab_size: int) -> Shard:
+    """The streams of an archive, with features of width 0: see `with_features`.
+
+    Raises ConfigurationError for a file that is no archive, or holds tokens that the target does not have."""
+    from safetensors.torch import load_file
+
+    try:
+        stored = load_file(path)
+        tokens = stored["tokens"].to(torch.int32)
+        forced = torch.from_numpy(np.unpackbits(stored["forced"].numpy(), axis=1, count=tokens.shape[1])).bool()
+    except (OSError, KeyError, ValueError, SafetensorError) as problem:
+        raise ConfigurationError(f"--streams {path}: not an archive of streams ({problem})") from None
+    if int(tokens.max()) >= vocab_size:
+        raise ConfigurationError(f"--streams {path} holds the token {int(tokens.max())}; the target has {vocab_size} tokens")
+    return Shard(tokens, forced, torch.empty(*tokens.shape, 0, dtype=torch.bfloat16))
+
+
+@torch.inference_mode()
+def with_features(target: Runner, streams: Shard) -> Shard:
+    """The same streams, read by the target again."""
+    features = []
+    for some in streams.tokens.split(_READ_ROWS):
+        target.start([[*row, 0] for row in some.tolist()], some.shape[1] + 1)  # it reads all but the last token
+        assert target.features is not None
+        features.append(target.features.bfloat16().cpu())
+    return Shard(streams.tokens, streams.forced, torch.cat(features))

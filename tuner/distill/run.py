@@ -23,13 +23,17 @@ from lossyspec.settings import Model, validation_message
 from lossyspec.versions import versions
 
 from ..progress import Reporter
-from .data import Shard, chat_frame, read_conversations, write_streams
+from .data import Shard, chat_frame, load_archive, read_conversations, save_archive, with_features, write_streams
+from .loss import overlap
 from .payoff import payoff
-from .training import Recipe, Trainer, batches, covered, frequent_tokens, overlap
+from .training import Recipe, Trainer, batches, covered, frequent_tokens
 
 #: share of a budget that is spent on writing data
 _DATA_SHARE = 0.5
+ARCHIVE = "streams.safetensors"
 _HELD_OUT = 1  # shards kept for evaluation
+_EVALUATED = 8192  # of their tokens, as training goes on; in the end all
+_DEPTHS = 4  # to which overlaps are measured
 _EVALUATIONS, _EVALUATE_EVERY = 20, 200  # at least so many, at most so many steps apart
 _PATIENCE = 4  # evaluations without a rise that end the training
 
@@ -40,6 +44,7 @@ class DistillConfig(Model):
 
     target: str = "embedded"
     data: Path | None = None
+    streams: Path | None = None
     tokens: int = Field(300_000, ge=1_000)
     budget_s: float | None = None
     start: Path | None = None
@@ -52,7 +57,7 @@ class DistillConfig(Model):
     length: int = Field(384, ge=16, le=8192)
     temperatures: tuple[float, float] = (0.6, 1.0)
     batch_tokens: int = Field(4096, ge=64)
-    rate: float = Field(1.5e-3, gt=0)
+    rate: float = Field(1e-2, gt=0)
     seed: int = 0
 
 
@@ -131,17 +136,13 @@ class Distillation:
         if trainer.load(self.folder / "checkpoint"):
             self.reporter.say(f"going on from step {trainer.step}")
         test = Shard.load(held[0])
-        history = self._train(
-            trainer, used, lambda temperature: overlap(head, embeddings.float(), output_rows.float(), test, temperature, 4)
-        )
-        return self._finish(
-            head,
-            trainer,
-            tokens,
-            coverage,
-            history,
-            lambda temperature: overlap(head, embeddings.float(), output_rows.float(), test, temperature, 4),
-        )
+        glance = test.rows(slice(max(1, _EVALUATED // test.tokens.shape[1])))
+
+        def measured(batch: Shard, temperatures: Sequence[float]) -> list[dict[str, Any]]:
+            return overlap(head, embeddings.float(), output_rows.float(), batch, temperatures, _DEPTHS)
+
+        history = self._train(trainer, used, lambda: measured(glance, [1.0]))
+        return self._finish(head, trainer, tokens, coverage, history, measured(test, (0.7, 1.0)))
 
     # data
 
@@ -153,6 +154,8 @@ class Distillation:
         size = self.config.rows * self.config.length
         wanted = max(_HELD_OUT + 1, -(-self.config.tokens // size))
         have = sorted(place.glob("*.safetensors"))
+        if self.config.streams is not None:
+            have = self._archive(place, have)
         with self.reporter.steps(
             f"writing {wanted * size} tokens with the target", (wanted - len(have)) * self.config.length
         ) as step:
@@ -173,6 +176,22 @@ class Distillation:
                 self.reporter.say(f"shard {index + 1} of {wanted}: {size / (monotonic() - began):.0f} tokens/s")
         if self.stop():
             raise KeyboardInterrupt
+        shards = sorted(place.glob("*.safetensors"))
+        save_archive(shards, self.folder / ARCHIVE)
+        return shards
+
+    def _archive(self, place: Path, have: list[Path]) -> list[Path]:
+        """Shards of streams that another distillation wrote; what is wanted beyond them is written anew."""
+        assert self.config.streams is not None
+        streams, rows = load_archive(self.config.streams, self.decoder.target.vocab_size), self.config.rows
+        todo = range(len(have), -(-len(streams.tokens) // rows))
+        with self.reporter.steps(f"reading {streams.tokens.numel()} tokens with the target", len(todo)) as step:
+            for index in todo:
+                if self.stop() or (index > _HELD_OUT and self._spent(_DATA_SHARE)):
+                    break
+                shard = with_features(self.decoder.target, streams.rows(slice(index * rows, (index + 1) * rows)))
+                shard.save(place / f"{index:05d}.safetensors")
+                step.advance()
         return sorted(place.glob("*.safetensors"))
 
     def _traffic(self, place: Path) -> list[Path]:
@@ -220,7 +239,7 @@ class Distillation:
         return FeatureHead(shape, stored["token_map"]), float(stored["coverage"])
 
     def _train(
-        self, trainer: Trainer, shards: Sequence[Path], test: Callable[[float], list[dict[str, Any]]]
+        self, trainer: Trainer, shards: Sequence[Path], test: Callable[[], list[dict[str, Any]]]
     ) -> list[dict[str, Any]]:
         history: list[dict[str, Any]] = []
         total, begun = trainer.recipe.steps, monotonic()
@@ -229,7 +248,7 @@ class Distillation:
         def tick(step: int, loss: float) -> bool:
             bar.advance()
             if step % every == 0 or step == total:
-                found = test(1.0)
+                found = test()
                 history.append({"step": step, "loss": loss, "overlap": [row["overlap"] for row in found]})
                 left = (monotonic() - begun) / (step - first) * (total - step)
                 shown = " ".join(f"{row['overlap']:.3f}" for row in found)
@@ -259,9 +278,8 @@ class Distillation:
         tokens: int,
         coverage: float,
         history: list[dict[str, Any]],
-        test: Callable[[float], list[dict[str, Any]]],
+        overlaps: list[dict[str, Any]],
     ) -> Distilled:
-        overlaps = [row for temperature in (0.7, 1.0) for row in test(temperature)]
         card = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": self.loaded.identity,

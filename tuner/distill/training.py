@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,11 @@ from lossyspec.feature_head import FeatureHead
 from lossyspec.records import write_text
 
 from .data import Shard
+from .loss import laws_loss
+from .muon import Muon
 
-#: tokens whose logits over the map are held at a time
-_PIECE = 512
+#: learning rate of norms and bias, of the matrices' rate
+_OTHERS_RATE = 0.2
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,32 @@ class Recipe:
 
     depths: int = 3
     decay: float = 0.8
-    rate: float = 1.5e-3
+    rate: float = 1e-2
     warm_up: int = 50
     batch_tokens: int = 4096
     steps: int = 1000
     clip: float = 1.0
+    reach: float = 4.0
     seed: int = 0
 
 
-def learning_rate(recipe: Recipe, step: int, spent: float = 0.0) -> float:
-    """Linear warm-up, then a cosine to a twentieth over the steps, or over the time where that runs out first.
+def progress(recipe: Recipe, step: int, spent: float = 0.0) -> float:
+    """How far the run is, from 0 to 1: by its steps, or by the time it may take where that runs out first.
 
     spent: share of the time that training may take."""
+    return min(1.0, max((step - recipe.warm_up) / max(1, recipe.steps - recipe.warm_up), spent))
+
+
+def learning_rate(recipe: Recipe, step: int, spent: float = 0.0) -> float:
+    """Linear warm-up, then a cosine to a twentieth."""
     if step < recipe.warm_up:
         return recipe.rate * (step + 1) / recipe.warm_up
-    done = min(1.0, max((step - recipe.warm_up) / max(1, recipe.steps - recipe.warm_up), spent))
-    return recipe.rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+    return recipe.rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress(recipe, step, spent))))
+
+
+def rolled_out(recipe: Recipe, step: int, spent: float = 0.0) -> int:
+    """The depths of a step: one more in each equal part of the run. The first depth teaches most, and costs least."""
+    return min(recipe.depths, 1 + int(recipe.depths * progress(recipe, step, spent)))
 
 
 def batches(shards: Sequence[Path], recipe: Recipe, start: int) -> Iterator[Shard]:
@@ -65,44 +76,9 @@ def batches(shards: Sequence[Path], recipe: Recipe, start: int) -> Iterator[Shar
             )
             for first in range(0, len(mixed), rows):
                 if step >= start:
-                    pick = mixed[first : first + rows]
-                    yield Shard(shard.tokens[pick], shard.forced[pick], shard.features[pick])
+                    yield shard.rows(mixed[first : first + rows])
                 step += 1
         passes += 1
-
-
-class _Divergence(torch.autograd.Function):
-    """KL of two softmaxes over the same output rows. Its gradient in the draft's logits is q - p, so it is taken in the
-    forward pass, a piece at a time: no (tokens, vocab) tensor is kept or read twice."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, bias: Tensor, known: Tensor, rows: Tensor, bf16: bool) -> Tensor:
-        total = torch.zeros((), device=own.device)
-        by_feature, by_bias = torch.empty_like(own), torch.zeros_like(bias)
-        count = len(own)
-        with torch.autocast(own.device.type, dtype=torch.bfloat16, enabled=bf16):
-            for first in range(0, count, _PIECE):
-                piece = slice(first, first + _PIECE)
-                wanted = F.linear(known[piece], rows).float().log_softmax(-1)
-                draft = (F.linear(own[piece], rows).float() + bias).log_softmax(-1)
-                p = wanted.exp()
-                total += torch.dot(p.flatten(), (wanted - draft).flatten())
-                slope = draft.exp_().sub_(p).div_(count)
-                by_feature[piece] = (slope @ rows).to(by_feature.dtype)
-                by_bias += slope.sum(0)
-        ctx.save_for_backward(by_feature, by_bias)
-        return total / count
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        by_feature, by_bias = ctx.saved_tensors
-        return by_feature * gradients[0], by_bias * gradients[0], None, None, None
-
-
-def divergence(own: Tensor, bias: Tensor, known: Tensor, rows: Tensor, bf16: bool = False) -> Tensor:
-    """Mean KL(softmax(rows known) || softmax(rows own + bias)) in nats. own, known: (n, hidden). rows: (vocab, hidden)."""
-    result: Tensor = _Divergence.apply(own, bias, known, rows, bf16)  # type: ignore[no-untyped-call]
-    return result
 
 
 class Trainer:
@@ -118,26 +94,33 @@ class Trainer:
         self.device = rows.device
         matrices = [part for part in head.parameters() if part.dim() > 1]
         others = [part for part in head.parameters() if part.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.rate, betas=(0.9, 0.95))
+        self.optimizers: list[torch.optim.Optimizer] = [
+            Muon(matrices, recipe.rate, weight_decay=0.01),
+            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
 
-    def loss(self, batch: Shard) -> Tensor:
-        """Mean KL(p || q) in nats over the tokens of the map, weighted over depths; forced tokens are left out."""
+    def loss(self, batch: Shard, depths: int) -> tuple[Tensor, Tensor]:
+        """The loss of `laws_loss` over the tokens of the map, and the overlap at each depth; forced tokens are left out."""
         tokens = batch.tokens.to(self.device).long()
         embedded = F.embedding(tokens[:, 1:], self.embeddings)
         features = batch.features.to(self.device, embedded.dtype)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            outputs = self.head.unroll(embedded[:, :-1], features[:, :-2], self.recipe.depths)
+            outputs = self.head.unroll(embedded[:, :-1], features[:, :-2], depths)
         wanted = ~batch.forced[:, 2:].to(self.device)
-        known = features[:, 1:-1]
-        total, weight = torch.zeros((), device=self.device), 0.0
-        for depth, output in enumerate(outputs):
-            mask = wanted.clone()
-            mask[:, :depth] = False
-            share = self.recipe.decay**depth
-            total = total + share * divergence(output[mask], self.head.bias, known[mask], self.rows, self.bf16)
-            weight += share
-        return total / weight
+        begun = torch.arange(wanted.shape[1], device=self.device).expand_as(wanted)[wanted]
+        weights = torch.stack([(begun >= depth).float() for depth in range(depths)])
+        shares = self.recipe.decay ** torch.arange(depths, device=self.device)
+        weights *= (shares / shares.sum())[:, None] / weights.sum(1, keepdim=True).clamp_min(1.0)
+        known = features[:, 1:-1][wanted]
+        return laws_loss(
+            [output[wanted] for output in outputs],
+            self.head.bias,
+            known,
+            self.rows,
+            weights,
+            self.recipe.reach,
+            self.bf16,
+        )
 
     def train(
         self,
@@ -150,13 +133,15 @@ class Trainer:
         spent(): share of the time that training may take."""
         self.head.train()
         while self.step < until:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.recipe, self.step, spent())
-            loss = self.loss(next(stream))
-            self.optimizer.zero_grad(set_to_none=True)
+            now = (self.recipe, self.step, spent())
+            loss, _ = self.loss(next(stream), rolled_out(*now))
+            self.head.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.recipe.clip)
-            self.optimizer.step()
+            for optimizer, share in zip(self.optimizers, (1.0, _OTHERS_RATE), strict=True):
+                for group in optimizer.param_groups:
+                    group["lr"] = share * learning_rate(*now)
+                optimizer.step()
             self.step += 1
             if not tick(self.step, float(loss.detach())):
                 break
@@ -168,8 +153,9 @@ class Trainer:
 
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"head.{name}": value.contiguous() for name, value in self.head.state_dict().items()}
-        for index, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+        for place, optimizer in enumerate(self.optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{place}.{index}.{name}": value for name, value in state.items()}
         temporary = folder / "checkpoint.partial"
         save_file(tensors, temporary, metadata={"step": str(self.step)})
         temporary.replace(folder / "checkpoint.safetensors")
@@ -182,7 +168,7 @@ class Trainer:
         path = folder / "checkpoint.safetensors"
         if not path.exists():
             return False
-        states: dict[int, dict[str, Tensor]] = {}
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
         weights: dict[str, Tensor] = {}
         with safe_open(path, framework="pt") as stored:
             self.step = int(stored.metadata()["step"])
@@ -191,46 +177,12 @@ class Trainer:
                 if kind == "head":
                     weights[name] = stored.get_tensor(key)
                 else:
-                    index, _, part = name.partition(".")
-                    states.setdefault(int(index), {})[part] = stored.get_tensor(key)
+                    place, index, part = name.split(".")
+                    states[int(place)].setdefault(int(index), {})[part] = stored.get_tensor(key)
         self.head.load_state_dict(weights)
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": states})
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         return True
-
-
-@torch.inference_mode()
-def overlap(
-    head: FeatureHead, embeddings: Tensor, output_rows: Tensor, batch: Shard, temperature: float, depths: int
-) -> list[dict[str, Any]]:
-    """How near q is to p at each depth on held-out streams: mean sum(min(p, q)) and the share of equal argmax.
-
-    output_rows: (V, hidden) of the target; p has full support. Forced tokens are left out.
-    """
-    tokens, device = batch.tokens.to(embeddings.device).long(), embeddings.device
-    features = batch.features.to(device=device, dtype=embeddings.dtype)
-    outputs = head.unroll(F.embedding(tokens[:, 1:-1], embeddings), features[:, :-2], depths)
-    wanted = ~batch.forced[:, 2:].to(device)
-    found = []
-    for depth, output in enumerate(outputs):
-        mask = wanted.clone()
-        mask[:, :depth] = False
-        shared = equal = 0.0
-        for own, true in zip(output[mask].split(512), features[:, 1:-1][mask].split(512), strict=True):
-            p = (F.linear(true, output_rows).float() / temperature).softmax(-1)
-            q = (head.logits(own, output_rows[head.token_map]).float() / temperature).softmax(-1)
-            shared += float(torch.minimum(p[:, head.token_map], q).sum())
-            equal += float((head.token_map[q.argmax(-1)] == p.argmax(-1)).sum())
-        count = int(mask.sum())
-        found.append(
-            {
-                "depth": depth + 1,
-                "temperature": temperature,
-                "overlap": shared / count,
-                "top1": equal / count,
-                "tokens": count,
-            }
-        )
-    return found
 
 
 def frequent_tokens(shards: Sequence[Path], size: int, vocab_size: int) -> tuple[Tensor, float]:
@@ -254,4 +206,4 @@ def _counts(shards: Sequence[Path], vocab_size: int) -> Tensor:
     return counts
 
 
-__all__ = ["Recipe", "Trainer", "batches", "covered", "divergence", "frequent_tokens", "learning_rate", "overlap"]
+__all__ = ["Recipe", "Trainer", "batches", "covered", "frequent_tokens", "learning_rate", "progress", "rolled_out"]

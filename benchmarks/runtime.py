@@ -1,0 +1,98 @@
+"""The runtime beside transformers: plain and lossless decoding in several precisions, its `generate`, and its prompt lookup.
+
+All in one run, interleaved; every ratio is over transformers' `generate` in its faster dense precision, prefill included.
+Then where a round's time goes, and what lossless decoding adds to the peak memory of a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+
+from lossyspec.prompts import prompt_ids
+from lossyspec.settings import PRECISIONS, QUANTISED, Precision, Precisions, Sampling, Settings
+from lossyspec.tuner.config import SearchConfig
+from lossyspec.tuner.measurement.live import Contestant, measure_blocks, speed_ratio, tokens_per_s
+from lossyspec.tuner.models import ModelPool
+from lossyspec.tuner.stages import named
+from lossyspec.tuner.workloads import load_workload
+
+
+def settings_of(precision: Precision, draft_length: int) -> Settings:
+    return Settings(draft_length=draft_length, precision=Precisions(target=precision))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--precision", default="bf16,int8,int4", help=f"Comma-separated, of {', '.join(PRECISIONS)}.")
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--draft-length", default="3", help="Of lossless decoding, comma-separated; 0: plain only.")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--task", default="dialogue")
+    parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    wanted: list[Precision] = options.precision.split(",")
+    if unknown := sorted(set(wanted) - set(PRECISIONS)):
+        parser.error(f"precision is {', '.join(unknown)}; allowed: {', '.join(PRECISIONS)}")
+    pool = ModelPool(SearchConfig(target=options.target, draft=options.draft), lambda text: None)
+    lengths = [length for length in map(int, options.draft_length.split(",")) if length]
+    sampling = Sampling(temperature=options.temperature)
+    dense: list[Precision] = [name for name in wanted if name not in QUANTISED] or ["fp32"]
+    tokenizer = pool.decoder(wanted[0] if options.peak is not None else dense[0]).tokenizer
+    prompts = [prompt_ids(tokenizer, item.messages) for item in load_workload(options.task).confirm]
+    if options.peak is not None:
+        run = pool.run_settings(settings_of(wanted[0], options.peak), sampling, options.tokens)
+        run(prompts[: options.batch], 0)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return
+    runs = {}
+    for precision in wanted:
+        for length in (0, *lengths):
+            name = f"lossless {precision}, draft length {length}" if length else f"plain {precision}"
+            runs[name] = pool.run_settings(settings_of(precision, length), sampling, options.tokens)
+    for precision in dense:
+        runs[f"transformers {precision}"] = pool.run_transformers(precision, sampling, options.tokens)
+        if options.batch == 1:  # its prompt lookup decodes one text at a time
+            runs[f"transformers {precision}, prompt lookup"] = pool.run_transformers(
+                precision, sampling, options.tokens, prompt_lookup_num_tokens=10
+            )
+    done = measure_blocks(
+        [Contestant(name, options.batch, named(name, run)) for name, run in runs.items()],
+        prompts, budget_s=0, min_blocks=options.blocks, max_blocks=options.blocks, seed=0,
+        on_run=lambda record: None, stop=lambda: False,
+    )  # fmt: skip
+    speeds = {name: tokens_per_s(done, name, end_to_end=True) for name in runs}
+    base = max((f"transformers {precision}" for precision in dense), key=lambda name: speeds[name])
+    print(f"{options.blocks} blocks of batch {options.batch}, temperature {options.temperature}; ratios are over {base}")
+    for name, speed in speeds.items():
+        ratio = speed_ratio(done, name, base, end_to_end=True)
+        print(f"{name:36} {speed:7.1f} tokens/s  {ratio.value:.3f} ({ratio.ci95[0]:.3f}-{ratio.ci95[1]:.3f})", flush=True)
+    for precision in wanted:
+        for length in (0, *lengths):
+            made = pool.decoder(precision).generate_ids(
+                prompts[: options.batch], options.tokens, settings=settings_of(precision, length), seed=0,
+                temperature=options.temperature,
+            )  # fmt: skip
+            stats = made.stats
+            forward_s = stats.verify_s + stats.draft_s
+            print(
+                f"{precision}, draft length {length}: {stats.decode_s / stats.passes * 1e3:.2f} ms a round: "
+                f"target {stats.verify_s / stats.decode_s:.1%}, draft {stats.draft_s / stats.decode_s:.1%}, "
+                f"the rest {1 - forward_s / stats.decode_s:.1%}"
+            )
+    peaks = {}
+    for length in {0, *lengths[:1]}:
+        command = [sys.executable, __file__, *sys.argv[1:], "--precision", wanted[-1], "--peak", str(length)]
+        peaks[length] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    for length in lengths[:1]:
+        print(f"peak memory {wanted[-1]}: {peaks[length] / peaks[0] - 1:+.1%} over plain's {peaks[0] / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
