@@ -6,14 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .decoder import Completion, Decoder, Generation, Piece
+    from .guard import Guard
     from .profile import Match, Profile
+    from .serving import Batcher, Handle
     from .session import Session
     from .settings import Policy, Recovery, Sampling, Settings
 
 _LAZY = {
+    "Batcher": "serving",
     "Completion": "decoder",
     "Decoder": "decoder",
     "Generation": "decoder",
+    "Guard": "guard",
+    "Handle": "serving",
     "Piece": "decoder",
     "Match": "profile",
     "Policy": "settings",
@@ -25,9 +30,12 @@ _LAZY = {
 }
 
 __all__ = [
+    "Batcher",
     "Completion",
     "Decoder",
     "Generation",
+    "Guard",
+    "Handle",
     "Match",
     "Piece",
     "Policy",

@@ -262,12 +262,12 @@ def emitted_law(rule: str, target: Tensor, draft: Tensor, alpha: Tensor) -> Tens
     return kept + (1 - kept.sum(-1, keepdim=True)).clamp_min(0.0) * residual(target, draft, verification)
 
 
-def relaxed_variation(target: Tensor, draft: Tensor, verification: Verification) -> Tensor:
-    """TV(pi, p) of each row in closed form, (...,): sum (q a - p)+, since no rule's residual lifts a token over p; where
-    s = p itself (`typical`), sum (q a - R p)+ with R = sum q a. `target` and `draft` as they were verified."""
+def relaxed_variation(rule: str, target: Tensor, draft: Tensor, verification: Verification) -> Tensor:
+    """TV(pi, p) of each row in closed form, (...,), for `target` and `draft` as they were verified: sum (q a - p)+, since no
+    rule's residual lifts a token over p; for `typical`, where s is p itself, sum (q a - R p)+ with R = sum q a."""
     kept = draft * verification.accept
-    total = torch.where(verification.residual_draft > 0, torch.ones_like(verification.residual_draft), kept.sum(-1))
-    return (kept - total.unsqueeze(-1) * target).clamp_min_(0.0).sum(-1)
+    excess = kept - kept.sum(-1, keepdim=True) * target if rule == "typical" else kept.sub_(target)
+    return excess.clamp_min_(0.0).sum(-1)
 
 
 def accept_one_hot(rule: str, target_probability: Tensor, target_entropy: Tensor | None, alpha: Tensor) -> Tensor:

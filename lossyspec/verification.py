@@ -57,7 +57,7 @@ def _sampled(p: Tensor, proposal: Proposal, rule: str, alpha: Tensor) -> tuple[T
         place = torch.searchsorted(proposal.support, proposal.tokens.contiguous())  # a slice when theta cut all rows short
     verification = verify(rule, target, draft, alpha)
     chance = verification.accept.gather(-1, place.unsqueeze(-1)).squeeze(-1)
-    return chance, relaxed_variation(target, draft, verification), verification
+    return chance, relaxed_variation(rule, target, draft, verification), verification
 
 
 def _after_rejection(

@@ -165,7 +165,7 @@ def test_relaxed_variation_is_the_distance_of_the_emitted_law_from_p(rule: str, 
     p, q, _ = pair
     verification = verify(rule, *pair)
     distance = total_variation(emitted_law(rule, *pair), p)
-    torch.testing.assert_close(relaxed_variation(p, q, verification), distance, rtol=0, atol=1e-11)
+    torch.testing.assert_close(relaxed_variation(rule, p, q, verification), distance, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("rule", RULES)
