@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .decoder import Completion, Decoder, Generation, Piece
     from .guard import Guard
+    from .handle import Handle
     from .profile import Match, Profile
-    from .serving import Batcher, Handle
+    from .serving import Batcher
     from .session import Session
     from .settings import Policy, Recovery, Sampling, Settings
 
@@ -18,7 +19,7 @@ _LAZY = {
     "Decoder": "decoder",
     "Generation": "decoder",
     "Guard": "guard",
-    "Handle": "serving",
+    "Handle": "handle",
     "Piece": "decoder",
     "Match": "profile",
     "Policy": "settings",

@@ -20,9 +20,10 @@ from lossyspec import serving
 from lossyspec.decoder import Decoder
 from lossyspec.decoding import Batch
 from lossyspec.errors import ConfigurationError, NumericalError, Overloaded
+from lossyspec.handle import Handle
 from lossyspec.kv_cache import RowCache
 from lossyspec.sampling import probabilities
-from lossyspec.serving import Batcher, Handle
+from lossyspec.serving import Batcher
 from lossyspec.settings import Sampling, ScheduleRow, Settings
 
 GREEDY = {"temperature": 0.0}

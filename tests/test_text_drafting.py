@@ -218,6 +218,24 @@ def test_a_session_with_such_a_draft_is_the_whole_conversation_anew() -> None:
         said = [*said, *answer[0].tokens, 4, 3]
 
 
+def test_a_batcher_with_such_a_draft_says_what_plain_decoding_says() -> None:
+    decoder = Decoder(*tiny_pair())
+    decoder.eos_ids = frozenset()
+    prompts = [[1, 4, 3], [4], [2, 2, 2, 6, 1, 2, 3, 3], [0, 5], [3, 4, 1]]
+    with decoder.batcher(max_batch=2, max_length=64) as batcher:
+        handles = []
+        for index, prompt in enumerate(prompts):
+            handles.append(batcher.submit_ids(prompt, 4 + 2 * index, temperature=0.0))
+            batcher.step()
+        sampled = batcher.submit_ids([1, 4, 3], 12, seed=4, alpha=0.5)
+        together = [handle.result().tokens for handle in [*handles, sampled]]
+    for index, prompt in enumerate(prompts):
+        plain = decoder.generate_ids([prompt], 4 + 2 * index, settings=Settings(draft_length=0), temperature=0.0)
+        assert together[index] == plain[0].tokens
+    with decoder.batcher(max_batch=2, max_length=64) as batcher:
+        assert batcher.submit_ids([1, 4, 3], 12, seed=4, alpha=0.5).result().tokens == together[-1]
+
+
 class TextLawRunner(LawRunner):
     """A draft model with one law everywhere."""
 
