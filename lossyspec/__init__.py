@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .decoder import Completion, Decoder, Generation, Piece
+    from .answers import Completion, Generation, Piece
+    from .decoder import Decoder
     from .guard import Guard
     from .handle import Handle
     from .profile import Match, Profile
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Batcher": "serving",
-    "Completion": "decoder",
+    "Completion": "answers",
     "Decoder": "decoder",
-    "Generation": "decoder",
+    "Generation": "answers",
     "Guard": "guard",
     "Handle": "handle",
-    "Piece": "decoder",
+    "Piece": "answers",
     "Match": "profile",
     "Policy": "settings",
     "Profile": "profile",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from .answers import Completion, Generation, Piece
 from .counters import Counters
 from .decoding import decode
 from .drafting import Draft
@@ -32,45 +32,6 @@ from .stopping import Stopping, final_text, stable_text
 from .versions import versions
 
 logger = logging.getLogger("lossytune")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a streamed answer: the new text, and at the end the reason and the statistics."""
-
-    text: str
-    finish_reason: str | None = None
-    stats: Stats | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer. tokens: ids, with the EOS token where that ended it. finish_reason: `stop` or `length`. relaxed: which
-    tokens a rule with alpha over 0 let through or drew; variation: the sum over those of TV(emitted law, target)."""
-
-    text: str
-    tokens: list[int]
-    prompt_tokens: int
-    finish_reason: str
-    relaxed: tuple[bool, ...] = field(default=(), compare=False)
-    variation: float = field(default=0.0, compare=False)
-
-
-@dataclass
-class Generation:
-    """The answers in the order of the prompts, and what was counted on the way."""
-
-    completions: list[Completion]
-    stats: Stats = field(default_factory=Stats)
-
-    def __getitem__(self, index: int) -> Completion:
-        return self.completions[index]
-
-    def __len__(self) -> int:
-        return len(self.completions)
-
-    def __iter__(self) -> Iterator[Completion]:
-        return iter(self.completions)
 
 
 class Decoder:

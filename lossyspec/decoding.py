@@ -140,11 +140,10 @@ class Batch:
         return job.settings if alpha == job.alpha else job.settings.model_copy(update={"alpha": alpha})
 
     def _propose(self, settings: Settings) -> Proposal:
-        rows, usual = self.rows, settings.draft_length_for(len(self.rows))
-        limits = [
-            min(usual if row.job.draft_length is None else row.job.draft_length, row.longest - len(row.tokens) - 1)
-            for row in rows
-        ]
+        rows, usual, limits = self.rows, settings.draft_length_for(len(self.rows)), []
+        for row in rows:
+            most = usual if row.job.draft_length is None else row.job.draft_length
+            limits.append(min(most, row.job.stopping.max_new_tokens - len(row.output) - 1))
         if self.draft is None or max(limits) <= 0:
             return Proposal.empty(len(rows), self.target.device)
         request = Request([row.tokens for row in rows], limits, settings, [row.job.choice for row in rows])

@@ -10,7 +10,7 @@ from .rows import Row
 from .stats import Stats
 
 if TYPE_CHECKING:
-    from .decoder import Completion, Piece
+    from .answers import Completion, Piece
     from .serving import Batcher
 
 

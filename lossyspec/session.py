@@ -12,7 +12,8 @@ from .rows import Job, Row
 from .stats import Stats
 
 if TYPE_CHECKING:
-    from .decoder import Decoder, Generation, Piece
+    from .answers import Generation, Piece
+    from .decoder import Decoder
 
 
 class Session:

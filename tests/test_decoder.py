@@ -11,7 +11,8 @@ import torch
 from conftest import save_tiny, tiny_tokenizer
 from test_decoding import hf_greedy, lively_model, perturbed
 
-from lossyspec.decoder import Decoder, Generation, Piece, identify_here
+from lossyspec.answers import Generation, Piece
+from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import ModelDraft, NgramDraft
 from lossyspec.errors import ConfigurationError, ProfileMismatch
 from lossyspec.guard import Guard
