@@ -32,7 +32,7 @@ from .training import Recipe, Trainer, batches, covered, frequent_tokens
 _DATA_SHARE = 0.5
 ARCHIVE = "streams.safetensors"
 _HELD_OUT = 1  # shards kept for evaluation
-_EVALUATED = 8192  # of their tokens, as training goes on; in the end all
+_EVALUATED = (8192, 32768)  # of their tokens: as training goes on, and in the end
 _DEPTHS = 4  # to which overlaps are measured
 _EVALUATIONS, _EVALUATE_EVERY = 20, 200  # at least so many, at most so many steps apart
 _PATIENCE = 4  # evaluations without a rise that end the training
@@ -136,13 +136,13 @@ class Distillation:
         if trainer.load(self.folder / "checkpoint"):
             self.reporter.say(f"going on from step {trainer.step}")
         test = Shard.load(held[0])
-        glance = test.rows(slice(max(1, _EVALUATED // test.tokens.shape[1])))
+        glance, look = (test.rows(slice(max(1, count // test.tokens.shape[1]))) for count in _EVALUATED)
 
         def measured(batch: Shard, temperatures: Sequence[float]) -> list[dict[str, Any]]:
             return overlap(head, embeddings.float(), output_rows.float(), batch, temperatures, _DEPTHS)
 
         history = self._train(trainer, used, lambda: measured(glance, [1.0]))
-        return self._finish(head, trainer, tokens, coverage, history, measured(test, (0.7, 1.0)))
+        return self._finish(head, trainer, tokens, coverage, history, measured(look, (0.7, 1.0)))
 
     # data
 
