@@ -295,8 +295,11 @@ class ModelDraft:
         """How many of the row's last tokens have to be read; at least the last one."""
         return len(prefix) - shared_length(self._read[row], list(prefix[:-1]))
 
-    def _logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
-        logits = self.runner.logits(tokens, starts)[:, -1:, : self.vocab_size]
+    def _logits(self, tokens: Tensor, starts: list[int], counts: list[int]) -> Tensor:
+        """(batch, 1, V) after the first counts[i] tokens of each row."""
+        last = torch.tensor(counts, device=tokens.device) - 1
+        logits = self.runner.logits(tokens, starts)[torch.arange(len(counts), device=tokens.device), last]
+        logits = logits[:, None, : self.vocab_size]
         missing = self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
 
@@ -304,12 +307,16 @@ class ModelDraft:
     def propose(self, request: Request) -> Proposal:
         """Draws from q, the draft's softmax at tau times the request's temperature, under the same filters as the target."""
         device, prefixes = self.runner.device, request.prefixes
-        back = min(max(map(self._unread, range(len(prefixes)), prefixes)), min(map(len, prefixes)))
+        back = max(map(self._unread, range(len(prefixes)), prefixes))
+        counts = [min(back, len(prefix)) for prefix in prefixes]  # one that has just joined may be shorter
 
         def law(column: int, drafted: Tensor) -> Tensor:
-            step = drafted[:, -1:] if column else torch.tensor([list(prefix[-back:]) for prefix in prefixes], device=device)
-            starts = [len(prefix) + (column - 1 if column else -back) for prefix in prefixes]
-            return request.law(self._logits(step, starts), drafted)
+            if column:
+                ends = [len(prefix) + column - 1 for prefix in prefixes]
+                return request.law(self._logits(drafted[:, -1:], ends, [1] * len(ends)), drafted)
+            unread = [[*prefix[-count:], *[0] * back][:back] for prefix, count in zip(prefixes, counts, strict=True)]
+            starts = [len(prefix) - count for prefix, count in zip(prefixes, counts, strict=True)]
+            return request.law(self._logits(torch.tensor(unread, device=device), starts, counts), drafted)
 
         proposal = draw_round(request, law, [limit > 0 for limit in request.limits], device)
         if read := proposal.steps:

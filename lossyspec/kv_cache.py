@@ -131,6 +131,7 @@ class RowCache(Cache):
                 )
         self.capacity = capacity
 
+    @torch.inference_mode()  # as what is stored was made in
     def select(self, rows: list[int]) -> None:
         """Keeps these rows, in this order. Where each is at its place or comes from behind them, only those that come are
         copied; else all are."""
@@ -148,6 +149,7 @@ class RowCache(Cache):
                     part[place, :, : self.extent] = part[row, :, : self.extent]
         self.rows = len(rows)
 
+    @torch.inference_mode()
     def join(self, other: RowCache, room: int = 0) -> None:
         """Appends the other's rows. Where they do not fit, the memory grows to `room` rows and to a multiple of slots, so
         that most joins copy the new rows alone."""

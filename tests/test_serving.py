@@ -87,6 +87,15 @@ def test_a_seed_gives_the_same_answer_in_any_company(draft: str) -> None:
     assert len({tuple(alone(decoder, prompts[0], 12, seed=seed)) for seed in range(3)}) == 3
 
 
+@pytest.mark.parametrize("draft", ["ngram", "model"])
+def test_a_seed_without_a_schedule_gives_the_answer_of_generate(draft: str) -> None:
+    decoder, prompts = make(draft, alpha=0.5), random_prompts(3, seed=23)
+    with decoder.batcher(max_batch=3, max_length=64) as batcher:
+        handles = [batcher.submit_ids(prompt, 12, seed=7, temperature=0.9) for prompt in prompts]
+        for prompt, handle in zip(prompts, handles, strict=True):
+            assert handle.result() == decoder.generate_ids([prompt], 12, seed=7, temperature=0.9)[0]
+
+
 def test_alpha_0_of_a_greedy_request_is_plain_beside_a_relaxed_one() -> None:
     decoder = make("model", alpha=1.0)
     prompt = random_prompts(1, seed=4)[0]
@@ -95,6 +104,40 @@ def test_alpha_0_of_a_greedy_request_is_plain_beside_a_relaxed_one() -> None:
         assert exact.result().tokens == plain(decoder, prompt, 24, **GREEDY) != relaxed.result().tokens
         assert not any(exact.result().relaxed) and any(relaxed.result().relaxed)
         assert exact.result().variation == 0.0 < relaxed.result().variation
+
+
+@pytest.mark.parametrize("source", ["draft", "mixed"])
+def test_a_draft_misses_no_token_when_shorter_rows_join(source: str) -> None:
+    """The target as its own draft is always right, unless it has not read something: after rounds in which all was accepted,
+    or that did not draft, a row lacks more tokens than a newcomer has."""
+    model = lively_model("llama")
+    rows = (ScheduleRow(batch=(1, 2), draft_length=3), ScheduleRow(batch=(4, 4), draft_length=3))
+    decoder = Decoder(loaded(model), loaded(model), Settings(draft_length=3, source=source, schedule=rows))  # type: ignore[arg-type]
+    decoder.eos_ids = frozenset()
+    with decoder.batcher(max_batch=4, max_length=128) as batcher:
+        handles = []
+        for index in range(12):
+            handles.append(batcher.submit_ids([30 + index], 9 + 3 * (index % 4), **GREEDY))
+            batcher.step()
+        for index, handle in enumerate(handles):
+            assert handle.result().tokens == plain(decoder, [30 + index], 9 + 3 * (index % 4), **GREEDY)
+        if source == "draft":
+            assert sum(handle.stats.drafted for handle in handles) > 40
+            assert all(handle.stats.drafted == handle.stats.accepted for handle in handles)
+
+
+@pytest.mark.parametrize("draft", ["head", "model", "ngram"])
+def test_a_long_prompt_may_join_a_row_that_is_near_its_end(draft: str) -> None:
+    decoder, drawn = make(draft), torch.Generator().manual_seed(5)
+    first, second = (torch.randint(3, VOCAB, (length,), generator=drawn).tolist() for length in (465, 440))
+    with decoder.batcher(max_batch=2, max_length=512) as batcher:
+        one = batcher.submit_ids(first, 28, **GREEDY)
+        for _ in range(4):
+            batcher.step()
+        other = batcher.submit_ids(second, 12, **GREEDY)
+        assert other.result().tokens == plain(decoder, second, 12, **GREEDY)
+        assert one.result().tokens == plain(decoder, first, 28, **GREEDY)
+        assert one.stats.drafted > 0 or draft == "ngram"
 
 
 # --- by law ---
