@@ -46,6 +46,7 @@ class Batcher:
             if value < 1:
                 raise ConfigurationError(f"{name} is {value}; it must be at least 1")
         self.decoder = decoder
+        self._settings = decoder.settings  # all rows of a batch have the same, but for alpha
         self.max_batch, self.max_waiting = max_batch, max_waiting
         limit = decoder.target.position_limit
         #: most tokens of prompt and answer together
@@ -184,7 +185,7 @@ class Batcher:
         alpha: float | None,
         sampling: dict[str, Any],
     ) -> Job:
-        settings = self.decoder.settings
+        settings = self._settings
         if alpha is not None:
             settings = make_settings(**{**settings.model_dump(), "alpha": alpha})
             if alpha and settings.lossless:

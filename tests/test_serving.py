@@ -211,6 +211,18 @@ def test_pieces_are_the_text_and_end_with_the_reason_and_the_statistics() -> Non
         assert stats.prefill_s > 0 and 0 < stats.verify_s <= stats.decode_s
 
 
+def test_settings_are_those_of_when_the_batcher_was_made() -> None:
+    decoder = make("model")
+    with decoder.batcher(max_batch=2, max_length=64) as batcher:
+        first = batcher.submit_ids([5, 6], 12, **GREEDY)
+        batcher.step()
+        decoder.settings = Settings(alpha=1.0, draft_length=6)
+        second = batcher.submit_ids([7, 8], 12, **GREEDY)
+        assert second.result().tokens == plain(decoder, [7, 8], 12, **GREEDY)
+        assert first.result().tokens == plain(decoder, [5, 6], 12, **GREEDY)
+        assert len(second.stats.drafted_at) == 4
+
+
 def test_stop_strings_and_the_end_of_text_end_a_row_alone() -> None:
     decoder = make("model")
     prompts = random_prompts(2, seed=13)
