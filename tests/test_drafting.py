@@ -347,6 +347,7 @@ def test_theta_stops_before_a_position_and_never_looks_at_the_drafted_token() ->
     rows, _ = run(LawRunner(p), draft, [[0]] * count, Settings(theta=0.5, draft_length=2), Sampling(), new=3)
     for depth in range(3):
         assert chi_square_p(histogram([row.output[depth] for row in rows], 2), p) > 1e-3
+    draft.start([[0]] * 3, 8)
     stopped = draft.propose(ask([[0]] * 3, [3] * 3, Settings(theta=0.61)))
     assert stopped.lengths == [0, 0, 0]
     assert stopped.steps == 1  # it had to look to know
