@@ -100,6 +100,8 @@ class Profile(Model):
         """The id that fits the content."""
         data = dump(self)
         data.pop("id")
+        if data["evidence"]["quality"]["tv_spread"] is None:  # profiles from before it was recorded keep their id
+            data["evidence"]["quality"].pop("tv_spread")
         return "sha256:" + hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -124,6 +124,18 @@ def test_the_id_follows_the_content_and_not_the_id_or_the_order_of_keys(tmp_path
     assert read_profile(store(tmp_path / "c.json", shuffled)).id == base.id
 
 
+def test_a_profile_from_before_the_spread_was_recorded_keeps_its_id(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    data = dump(write_profile(path, profile()))
+    assert data["evidence"]["quality"].pop("tv_spread") is None
+    path.write_text(json.dumps(data))
+    assert read_profile(path).id == data["id"]
+    data["evidence"]["quality"]["tv_spread"] = 0.1
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match="its content was changed"):
+        read_profile(path)
+
+
 def test_a_profile_that_was_edited_by_hand_is_refused_with_advice_and_read_without_its_id(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     write_profile(path, profile())
