@@ -5,16 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .decoder import Completion, Decoder, Generation, Piece
+    from .answers import Completion, Generation, Piece
+    from .decoder import Decoder
+    from .guard import Guard
+    from .handle import Handle
     from .profile import Match, Profile
+    from .serving import Batcher
     from .session import Session
     from .settings import Policy, Recovery, Sampling, Settings
 
 _LAZY = {
-    "Completion": "decoder",
+    "Batcher": "serving",
+    "Completion": "answers",
     "Decoder": "decoder",
-    "Generation": "decoder",
-    "Piece": "decoder",
+    "Generation": "answers",
+    "Guard": "guard",
+    "Handle": "handle",
+    "Piece": "answers",
     "Match": "profile",
     "Policy": "settings",
     "Profile": "profile",
@@ -25,9 +32,12 @@ _LAZY = {
 }
 
 __all__ = [
+    "Batcher",
     "Completion",
     "Decoder",
     "Generation",
+    "Guard",
+    "Handle",
     "Match",
     "Piece",
     "Policy",

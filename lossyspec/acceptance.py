@@ -262,6 +262,16 @@ def emitted_law(rule: str, target: Tensor, draft: Tensor, alpha: Tensor) -> Tens
     return kept + (1 - kept.sum(-1, keepdim=True)).clamp_min(0.0) * residual(target, draft, verification)
 
 
+def relaxed_variation(rule: str, target: Tensor, draft: Tensor, verification: Verification) -> Tensor:
+    """TV(pi, p) of each row in closed form, (...,), for `target` and `draft` as they were verified: sum (q a - p)+, since no
+    rule's residual lifts a token over p; for `typical`, where s is p itself, sum (q a - R p)+ with R = sum q a."""
+    kept = draft * verification.accept
+    if rule == "typical":
+        share = torch.where(verification.residual_draft > 0, 1.0, kept.sum(-1))  # 1: a row with alpha 0, which is exact
+        return (kept - share.unsqueeze(-1) * target).clamp_min_(0.0).sum(-1)
+    return kept.sub_(target).clamp_min_(0.0).sum(-1)
+
+
 def accept_one_hot(rule: str, target_probability: Tensor, target_entropy: Tensor | None, alpha: Tensor) -> Tensor:
     """a(x) of a one-hot draft in closed form, from p(x) alone; same shape as `target_probability`.
 

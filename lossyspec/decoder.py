@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from .decoding import Job, Row, decode
+from .answers import Completion, Generation, Piece
+from .counters import Counters
+from .decoding import decode
 from .drafting import Draft
 from .drafts import NGRAM, SELF, LoadedDraft, automatic, draft_identity, draft_name, load_draft, make_draft
 from .errors import ConfigurationError, ProfileMismatch
+from .guard import Guard, Watch
 from .hardware import detect_hardware
 from .loading import LoadedModel, load, same_tokenizer, shared_vocab_size, tokenizer_sha256
 from .policy import Boundaries
 from .profile import Here, Match, ModelIdentity, Profile, choose, compare, device_of, read_profile
 from .prompts import Prompt, as_list, prompt_ids
+from .rows import Job, Row
 from .runner import Runner
 from .sampling import Processor
+from .serving import Batcher
 from .session import Session
 from .settings import Sampling, Settings, make_sampling
 from .stats import Stats
@@ -30,49 +34,12 @@ from .versions import versions
 logger = logging.getLogger("lossytune")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a streamed answer: the new text, and at the end the reason and the statistics."""
-
-    text: str
-    finish_reason: str | None = None
-    stats: Stats | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer. tokens: ids, with the EOS token where that ended it. finish_reason: `stop` or `length`. relaxed: which
-    tokens a rule with alpha over 0 let through or drew."""
-
-    text: str
-    tokens: list[int]
-    prompt_tokens: int
-    finish_reason: str
-    relaxed: tuple[bool, ...] = field(default=(), compare=False)
-
-
-@dataclass
-class Generation:
-    """The answers in the order of the prompts, and what was counted on the way."""
-
-    completions: list[Completion]
-    stats: Stats = field(default_factory=Stats)
-
-    def __getitem__(self, index: int) -> Completion:
-        return self.completions[index]
-
-    def __len__(self) -> int:
-        return len(self.completions)
-
-    def __iter__(self) -> Iterator[Completion]:
-        return iter(self.completions)
-
-
 class Decoder:
     """Speculative decoding with one target, one draft and one set of settings.
 
     draft: None for prompt lookup (n-gram), the target itself, a feature head, or a loaded model.
     match: how the profile that the settings come from fits this machine (None: settings given by hand).
+    guard: limits on how far a request may move from the target (None: none), see `lossyspec.guard`.
     """
 
     def __init__(
@@ -82,11 +49,15 @@ class Decoder:
         settings: Settings | None = None,
         sampling: Sampling | None = None,
         match: Match | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.tokenizer = target.tokenizer
         self.settings = settings or Settings(draft_length=4)
         self.sampling = sampling or Sampling()
         self.match = match
+        #: totals of all requests: `counters.snapshot()`, `counters.prometheus()`
+        self.counters = Counters(match.level if match is not None else "given")
+        self.watch = Watch(self.counters, guard)
         size = target.model.config.get_text_config().vocab_size
         if self.tokenizer is not None:
             size = min(size, max(self.tokenizer.get_vocab().values()) + 1)
@@ -109,15 +80,17 @@ class Decoder:
         *,
         allow_mismatch: bool = False,
         strict: bool = False,
+        guard: Guard | Literal["profile"] | None = "profile",
     ) -> Decoder:
         """A decoder with the settings of a profile: a path, a Profile, or `auto` for the best match for this machine.
 
         `auto` without a match: lossless defaults, said in the log; with `strict` a ProfileMismatch instead. A profile
         given by hand that does not fit raises ProfileMismatch with the fields that differ, unless `allow_mismatch`.
         draft: with `auto`, the draft that the profile was tuned with (None: any); a profile given by hand brings its own.
+        guard: `profile` for the band of the profile's evidence, limits of your own, or None for none.
         """
         if profile == "auto":
-            return cls._best(task, target, draft, strict)
+            return cls._best(task, target, draft, strict, guard)
         chosen = profile if isinstance(profile, Profile) else read_profile(Path(profile))
         precision = chosen.settings.precision.target
         target_model = load(chosen.match.target.id, precision)
@@ -130,10 +103,12 @@ class Decoder:
                 + ". --allow-mismatch (allow_mismatch=True) loads it all the same"
             )
         match = Match("forced" if hard else "compatible" if soft else "exact", tuple(hard + soft))
-        return cls._tuned(target_model, draft_model, chosen, match)
+        return cls._tuned(target_model, draft_model, chosen, match, guard)
 
     @classmethod
-    def _best(cls, task: str | None, target: str, draft: str | None, strict: bool) -> Decoder:
+    def _best(
+        cls, task: str | None, target: str, draft: str | None, strict: bool, guard: Guard | Literal["profile"] | None
+    ) -> Decoder:
         """The decoder of the best known profile; without a named draft, of any draft that this target can have."""
         precision = Settings().precision.target
         target_model = load(target, precision)
@@ -148,7 +123,7 @@ class Decoder:
             if strict:
                 raise ProfileMismatch("; ".join(match.reasons))
             logger.warning("no profile: lossless defaults (%s)", "; ".join(match.reasons))
-            return cls(target_model, draft_model, match=match)
+            return cls(target_model, draft_model, match=match, guard=None if guard == "profile" else guard)
         wanted = best.settings.precision
         if best.match.draft.kind == "self":  # in which precision it drafts is not in its identity
             name = draft_name(best.match.draft)
@@ -156,13 +131,21 @@ class Decoder:
         if wanted.target != precision or (wanted.draft or precision) != precision:  # the identity does not depend on it
             target_model = load(target, wanted.target)
             draft_model = load_draft(name, target_model, wanted.draft or wanted.target)
-        return cls._tuned(target_model, draft_model, best, match)
+        return cls._tuned(target_model, draft_model, best, match, guard)
 
     @classmethod
-    def _tuned(cls, target: LoadedModel, draft: LoadedDraft, profile: Profile, match: Match) -> Decoder:
+    def _tuned(
+        cls,
+        target: LoadedModel,
+        draft: LoadedDraft,
+        profile: Profile,
+        match: Match,
+        guard: Guard | Literal["profile"] | None,
+    ) -> Decoder:
         if match.reasons:
             logger.warning("profile %s is %s here: %s", profile.id, match.level, "; ".join(match.reasons))
-        return cls(target, draft, profile.settings, profile.sampling, match)
+        limits = Guard.of(profile.evidence) if guard == "profile" else guard
+        return cls(target, draft, profile.settings, profile.sampling, match, limits)
 
     def make_job(
         self,
@@ -238,16 +221,22 @@ class Decoder:
         self.check_prompts(prompts)
         job = self.make_job(max_new_tokens, seed=seed, stop=stop, processors=processors, settings=settings, **sampling)
         stats = Stats()
-        *_, rows = decode(self.target, self.draft, prompts, job, stats)
+        *_, rows = decode(self.target, self.draft, prompts, job, stats, watch=self.watch)
         return self.generation(rows, job, stats)
 
     def generation(self, rows: list[Row], job: Job, stats: Stats) -> Generation:
         """What a finished run answered."""
-        return Generation([self._completion(row, job.stopping) for row in rows], stats)
+        return Generation([self.completion(row, job.stopping) for row in rows], stats)
 
     def session(self, messages: Sequence[dict[str, str]] = ()) -> Session:
         """A conversation that keeps the caches between its turns. messages: what it begins with, as a system prompt."""
         return Session(self, messages)
+
+    def batcher(self, max_batch: int = 8, max_length: int = 4096, max_waiting: int = 256) -> Batcher:
+        """Answers requests that come and go, in one batch. max_batch: how many run at once. max_length: most tokens of
+        prompt and answer of one. max_waiting: how many may wait. Raises ConfigurationError when the caches of `max_batch`
+        such requests do not fit the memory that is free."""
+        return Batcher(self, max_batch, max_length, max_waiting)
 
     def check_prompts(self, prompts: list[list[int]]) -> None:
         """Raises ConfigurationError for a prompt without tokens or with an id that the models do not share."""
@@ -258,10 +247,11 @@ class Decoder:
             if unknown := [token for token in prompt if not 0 <= token < size]:
                 raise ConfigurationError(f"prompt {index} holds the token id {unknown[0]}; allowed: 0 to {size - 1}")
 
-    def _completion(self, row: Row, stopping: Stopping) -> Completion:
+    def completion(self, row: Row, stopping: Stopping) -> Completion:
+        """What a finished row answered."""
         text = final_text(row.output, stopping, self.tokenizer) if self.tokenizer is not None else ""
         assert row.finish_reason is not None
-        return Completion(text, row.output, len(row.prompt), row.finish_reason, tuple(row.relaxed))
+        return Completion(text, row.output, len(row.prompt), row.finish_reason, tuple(row.relaxed), row.variation)
 
     def stream(
         self,
@@ -279,7 +269,7 @@ class Decoder:
         stats = Stats()
         prompts = [prompt_ids(self.tokenizer, prompt)]
         self.check_prompts(prompts)
-        yield from self.pieces(decode(self.target, self.draft, prompts, job, stats), job, stats)
+        yield from self.pieces(decode(self.target, self.draft, prompts, job, stats, watch=self.watch), job, stats)
 
     def pieces(self, rounds: Iterator[list[Row]], job: Job, stats: Stats) -> Iterator[Piece]:
         """The text of a run of one row, as it grows."""

@@ -3,157 +3,194 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from .drafting import Draft, Proposal, Request
-from .errors import ConfigurationError, NumericalError
+from .errors import ConfigurationError, NumericalError, mark_row
+from .guard import Watch
 from .mixed_drafting import propose
-from .policy import Boundaries, Seen, Walk, factors, moved
+from .policy import Seen, factors, moved
+from .rows import Job, Row
 from .runner import Runner
-from .sampling import Processor, penalise, probabilities
+from .sampling import laws, uniforms
 from .self_drafting import attach
-from .settings import MAX_DRAFT_LENGTH, Policy, Sampling, Settings
-from .stats import Stats
-from .stopping import Stopping, cut
-from .verification import judge
-
-
-@dataclass
-class Row:
-    """One text: its prompt, its output so far, and why it ended (None while it goes on).
-
-    relaxed: for each output token, whether a rule with alpha over 0 judged its position.
-    """
-
-    index: int
-    prompt: list[int]
-    output: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    walk: Walk = field(default_factory=lambda: Walk(Policy()))
-    relaxed: list[bool] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and output."""
-        return self.prompt + self.output
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a decoding run needs besides the models. processors: as in transformers, applied to target and draft."""
-
-    settings: Settings
-    sampling: Sampling
-    stopping: Stopping
-    generator: torch.Generator
-    tokenizer: Any = None  # needed for stop strings only
-    processors: Sequence[Processor] = ()
-    boundaries: Boundaries | None = None  # needed for protected positions only
+from .settings import MAX_DRAFT_LENGTH, Settings
+from .stats import Round, Stats
+from .stopping import cut
+from .verification import Verdict, judge
 
 
 @torch.inference_mode()
 def decode(
-    target: Runner, draft: Draft | None, prompts: list[list[int]], job: Job, stats: Stats, kept: int = 0
+    target: Runner,
+    draft: Draft | None,
+    prompts: list[list[int]],
+    job: Job,
+    stats: Stats,
+    kept: int = 0,
+    watch: Watch | None = None,
 ) -> Iterator[list[Row]]:
     """Decodes a ragged batch; yields the rows after each round (the same objects, grown). Fills `stats` as it goes.
 
     prompts: token ids, each at least one token. kept: the first tokens of the only prompt that target and draft still hold
     from their last text (a session). Raises ConfigurationError when a text does not fit the target's positions.
     """
-    policy = job.settings.policy
-    everything = [Row(index, list(prompt), walk=Walk(policy)) for index, prompt in enumerate(prompts)]
-    if policy.protect and job.boundaries is None:
-        raise ConfigurationError(
-            f"protect is {', '.join(policy.protect)}: positions are known by their text; give a tokenizer"
-        )
-    longest = max(map(len, prompts)) + job.stopping.max_new_tokens
-    target.check_room(longest)
-    attach(draft, target, job.settings)
-    stats.rows += len(prompts)
-    began = perf_counter()
-    capacity = longest + MAX_DRAFT_LENGTH + 1
-    for part in (target, draft):
-        if part is not None and kept:
-            part.resume(prompts[0], kept, capacity)
-        elif part is not None:
-            part.start(prompts, capacity)
-    if draft is not None:
-        draft.observe(target.features, [kept] * len(prompts))
-    stats.prefill_s += perf_counter() - began
-    rows = everything
-    while rows:
-        began = perf_counter()
-        before = stats.tokens
-        proposal, alpha, accepted, following = _round(target, draft, rows, job, stats)
-        drafted = proposal.tokens.tolist()
+    rows, batch = [Row(index, list(prompt), job) for index, prompt in enumerate(prompts)], Batch(target, draft, watch)
+    stats.rows += len(rows)
+    try:
+        stats.prefill_s += batch.start(rows, kept)
+        while batch.rows:
+            stats.add(batch.round())
+            yield rows
+            batch.keep([place for place, row in enumerate(batch.rows) if row.finish_reason is None])
+    except BaseException as error:
+        if watch is not None:
+            watch.ended([row for row in batch.rows if row.finish_reason is None], error)
+        raise
+
+
+class Batch:
+    """Rows that are decoded together: target and draft hold `rows[i]` at place i. They may join and leave between rounds."""
+
+    def __init__(self, target: Runner, draft: Draft | None, watch: Watch | None = None) -> None:
+        self.target, self.draft, self.watch = target, draft, watch
+        self.rows: list[Row] = []
+
+    @torch.inference_mode()
+    def start(self, rows: list[Row], kept: int = 0) -> float:
+        """Reads the prompts of new rows, in place of all that was there; returns the seconds that it took.
+
+        kept: see `decode`. Raises ConfigurationError for a text that does not fit, or a policy that lacks the tokenizer.
+        """
+        for row in rows:
+            if row.job.settings.policy.protect and row.job.boundaries is None:
+                kinds = ", ".join(row.job.settings.policy.protect)
+                raise ConfigurationError(f"protect is {kinds}: positions are known by their text; give a tokenizer")
+        attach(self.draft, self.target, rows[0].job.settings)
+        longest, prompts, began = max(row.longest for row in rows), [row.prompt for row in rows], perf_counter()
+        self.target.check_room(longest)
+        capacity = longest + MAX_DRAFT_LENGTH + 1
+        for part in (self.target, self.draft):
+            if part is not None and kept:
+                part.resume(prompts[0], kept, capacity)
+            elif part is not None:
+                part.start(prompts, capacity)
+        if self.draft is not None:
+            self.draft.observe(self.target.features, [kept] * len(rows))
+        self.rows, took = rows, perf_counter() - began
+        if self.watch is not None:
+            self.watch.began(rows, took)
+        return took
+
+    @torch.inference_mode()
+    def join(self, other: Batch, room: int = 0) -> None:
+        """Takes in the rows of a batch on forks of the same target and draft. room: rows to make room for."""
+        if not self.rows and other.rows:
+            attach(self.draft, self.target, other.rows[0].job.settings)
+        self.target.join(other.target, room)
+        if self.draft is not None and other.draft is not None:
+            self.draft.join(other.draft, room)
+        self.rows = self.rows + other.rows
+
+    @torch.inference_mode()
+    def keep(self, live: list[int]) -> None:
+        """Keeps the rows at these places, ascending. The last ones fill the gaps, so that little has to be copied."""
+        if len(live) == len(self.rows):
+            return
+        inside, behind = set(live), [place for place in live if place >= len(live)]
+        order = [place if place in inside else behind.pop() for place in range(len(live))]
+        self.target.select(order)
+        if self.draft is not None:
+            self.draft.select(order)
+        self.rows = [self.rows[place] for place in order]
+
+    @torch.inference_mode()
+    def round(self) -> Round:
+        """One round: every row grows, and may end. An error that is about one row alone carries its place (`row_of`); it
+        leaves the rows as they were, but for what their generators have drawn."""
+        rows, began = self.rows, perf_counter()
+        settings = self._settings()
+        proposal = self._propose(settings)
+        drafted = perf_counter()
+        logits = self._verify(proposal, settings)
+        verified = perf_counter()
+        verdict, alpha = self._judge(logits, proposal, settings)
+        judged, tokens, variation = perf_counter(), proposal.tokens.tolist(), verdict.variation.tolist()
+        news, marks, moves = [], [], []
         for place, row in enumerate(rows):
-            emitted = [*drafted[place][: accepted[place]], following[place]]
-            new, row.finish_reason = cut(row.output, emitted, job.stopping, job.tokenizer)
+            emitted = [*tokens[place][: verdict.accepted[place]], verdict.following[place]]
+            new, row.finish_reason = cut(row.output, emitted, row.job.stopping, row.job.tokenizer)
+            relaxed = [depth < proposal.lengths[place] and alpha[place][depth] > 0 for depth in range(len(new))]
             row.output.extend(new)
-            row.relaxed.extend(depth < proposal.lengths[place] and alpha[place][depth] > 0 for depth in range(len(new)))
-            stats.count_round(proposal.lengths[place], accepted[place], len(new))
-        stats.round_times_s.append(perf_counter() - began)
-        stats.round_tokens.append(stats.tokens - before)
-        stats.decode_s += stats.round_times_s[-1]
-        yield everything
-        live = [place for place, row in enumerate(rows) if row.finish_reason is None]
-        if 0 < len(live) < len(rows):
-            target.select(live)
-            if draft is not None:
-                draft.select(live)
-        rows = [rows[place] for place in live]
+            row.relaxed.extend(relaxed)
+            news.append(len(new))
+            marks.append(sum(relaxed))
+            moves.append(sum(variation[place][depth] for depth, mark in enumerate(relaxed) if mark))
+            row.variation += moves[-1]
+        done = Round(
+            proposal.lengths, verdict.accepted, news, marks, moves, proposal.steps,
+            drafted - began, verified - drafted, judged - verified, perf_counter() - began,
+        )  # fmt: skip
+        if self.watch is not None:
+            self.watch.saw(rows, done)
+        return done
+
+    def _settings(self) -> Settings:
+        """The settings of the rows, with the alpha of the most relaxed one."""
+        job, alpha = self.rows[0].job, max(row.alpha for row in self.rows)
+        return job.settings if alpha == job.alpha else job.settings.model_copy(update={"alpha": alpha})
+
+    def _propose(self, settings: Settings) -> Proposal:
+        rows, usual, limits = self.rows, settings.draft_length_for(len(self.rows)), []
+        for row in rows:
+            most = usual if row.job.draft_length is None else row.job.draft_length
+            limits.append(min(most, row.job.stopping.max_new_tokens - len(row.output) - 1))
+        if self.draft is None or max(limits) <= 0:
+            return Proposal.empty(len(rows), self.target.device)
+        request = Request([row.tokens for row in rows], limits, settings, [row.job.choice for row in rows])
+        return propose(self.draft, request, self.target.vocab_size, self.target.device)
+
+    def _verify(self, proposal: Proposal, settings: Settings) -> Tensor:
+        """The target's logits (batch, width + 1, V) after each row's last token and its drafted ones."""
+        starts = [len(row.prompt) + len(row.output) - 1 for row in self.rows]
+        last = torch.tensor([[(row.output or row.prompt)[-1]] for row in self.rows], device=self.target.device)
+        logits = self.target.logits(torch.cat([last, proposal.tokens], 1), starts, settings.attention.on("verify"))
+        if self.draft is not None:
+            self.draft.observe(self.target.features, starts)
+        return logits
+
+    def _judge(self, logits: Tensor, proposal: Proposal, settings: Settings) -> tuple[Verdict, list[list[float]]]:
+        """The verdict, and alpha at each drafted token."""
+        rows, choices = self.rows, [row.job.choice for row in self.rows]
+        p = laws(logits, [row.tokens for row in rows], proposal.tokens, choices)
+        drawn = uniforms(choices, [length + 1 for length in proposal.lengths], p.device)
+        numbers = torch.nn.functional.pad(drawn, (0, proposal.tokens.shape[1] + 1 - drawn.shape[1]))
+        numbers[:, -1:] = drawn.gather(1, torch.tensor(proposal.lengths, device=p.device)[:, None])
+        alpha = torch.tensor([row.alpha for row in rows], device=p.device)[:, None].expand(proposal.tokens.shape)
+        seen = Seen(p) if settings.policy.active and settings.relaxed else None
+        if seen is not None:
+            alpha = alpha * factors(seen, [row.walk for row in rows], rows[0].job.boundaries, proposal)
+        verdict = judge(p, proposal, settings, alpha, numbers, greedy=[choice.greedy for choice in choices])
+        if any(choice.penalised for choice in choices):
+            _check_choice(p, verdict.accepted, rows)
+        if seen is not None:
+            walks = moved(seen, [row.walk for row in rows], proposal, verdict.accepted, verdict.following)
+            for row, walk in zip(rows, walks, strict=True):
+                row.walk = walk
+        return verdict, alpha.tolist()
 
 
-def _round(
-    target: Runner, draft: Draft | None, rows: list[Row], job: Job, stats: Stats
-) -> tuple[Proposal, list[list[float]], list[int], list[int]]:
-    """One round of all rows: the proposal, alpha at its tokens, how many stay in each row, and the token after them."""
-    settings, sampling, began = job.settings, job.sampling, perf_counter()
-    prefixes = [row.tokens for row in rows]
-    most = settings.draft_length_for(len(rows)) if draft is not None else 0
-    limits = [min(most, job.stopping.max_new_tokens - len(row.output) - 1) for row in rows]
-    proposal = Proposal.empty(len(rows), target.device)
-    if draft is not None and max(limits) > 0:
-        request = Request(prefixes, limits, settings, sampling, job.generator, job.processors)
-        proposal = propose(draft, request, target.vocab_size)
-    drafted = perf_counter()
-    last = torch.tensor([[prefix[-1]] for prefix in prefixes], device=target.device)
-    starts = [len(prefix) - 1 for prefix in prefixes]
-    logits = target.logits(torch.cat([last, proposal.tokens], 1), starts, settings.attention.on("verify"))
-    if draft is not None:
-        draft.observe(target.features, starts)
-    verified = perf_counter()
-    p = probabilities(penalise(logits, prefixes, proposal.tokens, sampling, job.processors), sampling)
-    uniforms = torch.rand(p.shape[:2], generator=job.generator, device=p.device)
-    level = settings.alpha if settings.relaxed else 0.0
-    alpha = torch.full(proposal.tokens.shape, level, device=p.device)
-    seen, walks = Seen(p) if settings.policy.active and settings.relaxed else None, [row.walk for row in rows]
-    if seen is not None:
-        alpha = alpha * factors(seen, walks, job.boundaries, proposal)
-    accepted, following = judge(p, proposal, settings, alpha, uniforms, greedy=sampling.temperature == 0)
-    if seen is not None:
-        for row, walk in zip(rows, moved(seen, walks, proposal, accepted, following), strict=True):
-            row.walk = walk
-    if job.processors or sampling.repetition_penalty != 1.0:
-        _check_choice(p, accepted, starts)
-    stats.passes += 1
-    stats.draft_steps += proposal.steps
-    stats.draft_s += drafted - began
-    stats.verify_s += verified - drafted
-    stats.judge_s += perf_counter() - verified
-    return proposal, alpha.tolist(), accepted, following
-
-
-def _check_choice(p: torch.Tensor, accepted: list[int], starts: list[int]) -> None:
+def _check_choice(p: Tensor, accepted: list[int], rows: Sequence[Row]) -> None:
     """Raises NumericalError where processors or the penalty left nothing to choose; behind a rejected token they may."""
     broken = p[..., 0].isnan().tolist()
-    for row, (columns, last) in enumerate(zip(broken, accepted, strict=True)):
+    for place, (columns, last) in enumerate(zip(broken, accepted, strict=True)):
         if any(columns[: last + 1]):
-            raise NumericalError(
-                f"the processors or the penalty left NaN or no token at all at position {starts[row] + columns.index(True)} "
-                f"of row {row}"
+            error = NumericalError(
+                f"the processors or the penalty left NaN or no token at all at position "
+                f"{len(rows[place].tokens) - 1 + columns.index(True)} of row {place}"
             )
+            mark_row(error, place)
+            raise error

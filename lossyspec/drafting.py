@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .runner import Runner
-from .sampling import Processor, draw, penalise, probabilities
-from .settings import MAX_DRAFT_LENGTH, NgramSettings, Sampling, Settings
+from .sampling import Choice, draw, laws, uniforms
+from .settings import MAX_DRAFT_LENGTH, NgramSettings, Settings
 
 
 @dataclass(frozen=True)
@@ -19,27 +19,31 @@ class Request:
     """What a draft may look at when it proposes: the prefix of each row, nothing of what is drafted later.
 
     prefixes: prompt and output of each row. limits: most tokens to draft for each row, already within draft_length.
+    settings: of all rows, lossless only when each of them is. choices: how each row chooses its tokens.
     """
 
     prefixes: Sequence[Sequence[int]]
     limits: Sequence[int]
     settings: Settings
-    sampling: Sampling
-    generator: torch.Generator
-    processors: Sequence[Processor] = ()
+    choices: Sequence[Choice]
 
     @property
     def penalised(self) -> bool:
-        """Whether a penalty or processors change the logits, which then have to be over the whole vocabulary."""
-        return self.sampling.repetition_penalty != 1.0 or bool(self.processors)
+        """Whether a penalty or processors change the logits of any row, which then have to be over the whole vocabulary."""
+        return any(choice.penalised for choice in self.choices)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no row draws its tokens by chance."""
+        return all(choice.greedy for choice in self.choices)
 
     def law(self, logits: Tensor, drafted: Tensor) -> Tensor:
         """q of each row (batch, V) from logits (batch, 1, V), after the same penalties and filters as the target's p.
         drafted: (batch, n) what the round has drafted so far."""
+        grown = self.prefixes
         if self.penalised:
             grown = [[*prefix, *new] for prefix, new in zip(self.prefixes, drafted.tolist(), strict=True)]
-            logits = penalise(logits, grown, drafted, self.sampling, self.processors)
-        return probabilities(logits, self.sampling, self.settings.tau)[:, 0]
+        return laws(logits, grown, drafted, self.choices, self.settings.tau)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,12 @@ class Proposal:
             return self
         q = self.q.new_zeros(*self.q.shape[:-1], size).index_copy_(-1, self.support, self.q)
         return Proposal(self.tokens, self.lengths, q, self.steps)
+
+    def of_rows(self, rows: Sequence[int]) -> Proposal:
+        """Of these rows alone."""
+        index = torch.tensor(rows, device=self.tokens.device)
+        q = None if self.q is None else self.q[index]
+        return Proposal(self.tokens[index], [self.lengths[row] for row in rows], q, self.steps, self.support)
 
     @staticmethod
     def of_chains(chains: Sequence[Sequence[int]], device: torch.device, steps: int = 0) -> Proposal:
@@ -94,6 +104,9 @@ class Draft(Protocol):
 
     def select(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""
+
+    def join(self, other: Self, room: int = 0) -> None:
+        """Appends the rows of another fork of the same draft. room: rows to make room for when it has to grow."""
 
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """The target's final hidden states (batch, n, hidden) of the tokens that it has just read, from slot starts[i]."""
@@ -171,6 +184,9 @@ class StatelessDraft:
     def select(self, rows: list[int]) -> None:
         """No state of rows."""
 
+    def join(self, other: Self, room: int = 0) -> None:
+        """No state of rows."""
+
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at tokens only."""
 
@@ -209,9 +225,9 @@ def draw_round(
     a step. live: the rows that draft at all. A row stops at its limit, and before a position of a confidence under theta.
     """
     rows, width = len(request.prefixes), max(request.limits, default=0)
-    greedy = request.sampling.temperature == 0
+    greedy = torch.tensor([choice.greedy for choice in request.choices], device=device)
     drafted = torch.zeros(rows, width, dtype=torch.long, device=device)
-    lengths, laws, steps = [0] * rows, [], 0
+    lengths, drawn_from, steps = [0] * rows, [], 0
     for column in range(width):
         if not any(live):
             break
@@ -221,14 +237,17 @@ def draw_round(
         live = [live[row] and confident[row] and column < limit for row, limit in enumerate(request.limits)]
         if not any(live):
             break
-        uniforms = torch.rand(rows, generator=request.generator, device=device)
-        # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
-        chosen = q.argmax(-1) if greedy else draw(q, uniforms).clamp_max(q.shape[-1] - 1)
+        chosen = q.argmax(-1)
+        if not request.greedy:
+            counts = [int(alive and not choice.greedy) for alive, choice in zip(live, request.choices, strict=True)]
+            # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
+            drawn = draw(q, uniforms(request.choices, counts, device)[:, 0]).clamp_max(q.shape[-1] - 1)
+            chosen = torch.where(greedy, chosen, drawn)
         drafted[:, column] = chosen if support is None else support[chosen]
-        laws.append(q)
+        drawn_from.append(q)
         lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
-    stacked = torch.stack(laws, 1) if laws and not greedy else None
-    return Proposal(drafted[:, : len(laws)], lengths, stacked, steps, None if stacked is None else support)
+    stacked = torch.stack(drawn_from, 1) if drawn_from and not request.greedy else None
+    return Proposal(drafted[:, : len(drawn_from)], lengths, stacked, steps, None if stacked is None else support)
 
 
 class ModelDraft:
@@ -264,6 +283,11 @@ class ModelDraft:
         self.runner.select(rows)
         self._read = [self._read[row] for row in rows]
 
+    def join(self, other: ModelDraft, room: int = 0) -> None:
+        """Appends the other's rows."""
+        self.runner.join(other.runner, room)
+        self._read += other._read
+
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at tokens only."""
 
@@ -271,8 +295,11 @@ class ModelDraft:
         """How many of the row's last tokens have to be read; at least the last one."""
         return len(prefix) - shared_length(self._read[row], list(prefix[:-1]))
 
-    def _logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
-        logits = self.runner.logits(tokens, starts)[:, -1:, : self.vocab_size]
+    def _logits(self, tokens: Tensor, starts: list[int], counts: list[int]) -> Tensor:
+        """(batch, 1, V) after the first counts[i] tokens of each row."""
+        last = torch.tensor(counts, device=tokens.device) - 1
+        logits = self.runner.logits(tokens, starts)[torch.arange(len(counts), device=tokens.device), last]
+        logits = logits[:, None, : self.vocab_size]
         missing = self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits
 
@@ -280,12 +307,16 @@ class ModelDraft:
     def propose(self, request: Request) -> Proposal:
         """Draws from q, the draft's softmax at tau times the request's temperature, under the same filters as the target."""
         device, prefixes = self.runner.device, request.prefixes
-        back = min(max(map(self._unread, range(len(prefixes)), prefixes)), min(map(len, prefixes)))
+        back = max(map(self._unread, range(len(prefixes)), prefixes))
+        counts = [min(back, len(prefix)) for prefix in prefixes]  # one that has just joined may be shorter
 
         def law(column: int, drafted: Tensor) -> Tensor:
-            step = drafted[:, -1:] if column else torch.tensor([list(prefix[-back:]) for prefix in prefixes], device=device)
-            starts = [len(prefix) + (column - 1 if column else -back) for prefix in prefixes]
-            return request.law(self._logits(step, starts), drafted)
+            if column:
+                ends = [len(prefix) + column - 1 for prefix in prefixes]
+                return request.law(self._logits(drafted[:, -1:], ends, [1] * len(ends)), drafted)
+            unread = [[*prefix[-count:], *[0] * back][:back] for prefix, count in zip(prefixes, counts, strict=True)]
+            starts = [len(prefix) - count for prefix, count in zip(prefixes, counts, strict=True)]
+            return request.law(self._logits(torch.tensor(unread, device=device), starts, counts), drafted)
 
         proposal = draw_round(request, law, [limit > 0 for limit in request.limits], device)
         if read := proposal.steps:

@@ -46,6 +46,23 @@ class NumericalError(LossyspecError):
     exit_code = 4
 
 
+class Overloaded(LossyspecError):
+    """A batcher's queue is full (exit code 4)."""
+
+    exit_code = 4
+
+
+def mark_row(error: BaseException, row: int) -> None:
+    """Notes on an error which row of the batch it is about; a batcher then ends that request alone."""
+    error.row = row  # type: ignore[attr-defined]
+
+
+def row_of(error: BaseException) -> int | None:
+    """The row that `mark_row` noted; None: the error is about no row in particular."""
+    row: int | None = getattr(error, "row", None)
+    return row
+
+
 def nearest(value: str, allowed: Iterable[str]) -> str:
     """A ' Did you mean X?' for an unknown `value`, or an empty string when nothing is close."""
     close = difflib.get_close_matches(value, list(allowed), n=1, cutoff=0.5)

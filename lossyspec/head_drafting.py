@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,12 +58,13 @@ class FeatureDraft:
         self._cache = RowCache(head.shape.layers, 0)
         self._features = weight.new_zeros(0)
         self._known: list[int] = []
+        self._prompts: list[list[int]] = []
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """A new batch; the prompts are read when their features have been observed."""
-        self._cache = RowCache(self.head.shape.layers, capacity)
+        self._cache = RowCache(self.head.shape.layers, capacity, len(prompts))
         self._features = self.embeddings.new_zeros(len(prompts), capacity, self.head.shape.hidden)
-        self._known = [0] * len(prompts)
+        self._known, self._prompts = [0] * len(prompts), prompts
 
     def fork(self) -> FeatureDraft:
         """The same head with entries of its own."""
@@ -80,8 +82,18 @@ class FeatureDraft:
     def select(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""
         self._cache.select(rows)
-        self._features = self._features[torch.tensor(rows, device=self.device)]
+        self._features = self._features[torch.tensor(rows, dtype=torch.long, device=self.device)]
         self._known = [self._known[row] for row in rows]
+
+    def join(self, other: FeatureDraft, room: int = 0) -> None:
+        """Appends the other's rows, which read their prompts before they do, so that these rows need not wait for it."""
+        if not any(other._known):
+            other._catch_up(other._prompts)
+        self._cache.join(other._cache, room)
+        size = max(self._features.shape[1], other._features.shape[1])
+        both = [F.pad(part, (0, 0, 0, size - part.shape[1])) for part in (self._features, other._features)]
+        self._features = torch.cat(both)
+        self._known += other._known
 
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Keeps the target's features of each row from slot starts[i] on."""
@@ -93,7 +105,7 @@ class FeatureDraft:
     @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
         """Draws from q at depth j of the round; q is 0 outside the head's token map."""
-        prefixes, feature = request.prefixes, self._catch_up(request)
+        prefixes, feature = request.prefixes, self._catch_up(request.prefixes)
 
         def law(column: int, drafted: Tensor) -> Tensor:
             nonlocal feature
@@ -117,12 +129,12 @@ class FeatureDraft:
         laws = [self._logits(part[0, first:]) for part in outputs]
         return [F.pad(law, (0, 0, len(output) - len(law), 0)) for law in laws]
 
-    def _catch_up(self, request: Request) -> Tensor:
+    def _catch_up(self, prefixes: Sequence[Sequence[int]]) -> Tensor:
         """Reads the entries of each row that have got true features; returns the last one's output (batch, 1, hidden)."""
-        prefixes = request.prefixes
-        counts = [max(len(prefix) - 1 - known, 1) for prefix, known in zip(prefixes, self._known, strict=True)]
+        longest = max(max(len(prefix) - 1 - known, 1) for prefix, known in zip(prefixes, self._known, strict=True))
+        # rows that lack fewer read as many, so that none writes past its own end
+        counts = [min(longest, max(len(prefix) - 1, 1)) for prefix in prefixes]
         starts = [max(len(prefix) - 1 - count, 0) for prefix, count in zip(prefixes, counts, strict=True)]
-        longest = max(counts)
         tokens = [[*prefix[start + 1 :], *[0] * longest][:longest] for prefix, start in zip(prefixes, starts, strict=True)]
         place = torch.tensor(starts, device=self.device)[:, None] + torch.arange(longest, device=self.device)
         place = place.clamp_max(self._features.shape[1] - 1)

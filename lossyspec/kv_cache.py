@@ -18,8 +18,8 @@ from .errors import ConfigurationError
 
 #: layer types of transformers configs whose cache is a list of past keys and values
 _ROLLABLE = {"full_attention", "sliding_attention", "attention"}
-
-
+#: a cache that others join grows by so many slots
+_GROW_SLOTS = 256
 #: storage comes in pieces of this many slots, so that every block of sparse attention is whole
 STORAGE_SLOTS = 128
 
@@ -53,15 +53,24 @@ class _RowLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        owner, count = self.owner, key_states.shape[2]
+        owner, rows, count = self.owner, key_states.shape[0], key_states.shape[2]
         if owner.uniform_start is not None:
             place = slice(owner.uniform_start, owner.uniform_start + count)
-            self.keys[:, :, place] = key_states
-            self.values[:, :, place] = value_states
+            self.keys[:rows, :, place] = key_states
+            self.values[:rows, :, place] = value_states
         else:
             self.keys[owner.row_index, :, owner.slots] = key_states.transpose(1, 2)
             self.values[owner.row_index, :, owner.slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, : owner.extent], self.values[:, :, : owner.extent]
+        return self.keys[:rows, :, : owner.extent], self.values[:rows, :, : owner.extent]
+
+    def join(self, other: _RowLayer, rows: int, others: int, room: int) -> None:
+        """Puts the other's `others` rows behind the first `rows` of this layer, whose capacity is at least the other's."""
+        if not self.is_initialized and not other.is_initialized:
+            return
+        like = self if self.is_initialized else other
+        self.keys = _joined(self.keys, other.keys, like.keys, (rows, others, room, self.owner.storage))
+        self.values = _joined(self.values, other.values, like.values, (rows, others, room, self.owner.storage))
+        self.is_initialized = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.extent, 0
@@ -73,13 +82,30 @@ class _RowLayer(CacheLayerMixin):
         return self.owner.capacity
 
 
-class RowCache(Cache):
-    """Cache of one model for a batch of rows.
+def _joined(mine: Tensor | None, theirs: Tensor | None, like: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    """Keys or values of (rows + others) rows, in the memory of `mine` where that has room for them."""
+    rows, others, room, slots = sizes
+    if mine is None or mine.shape[0] < rows + others:
+        grown = like.new_zeros(max(room, rows + others), like.shape[1], slots, like.shape[3])
+        if mine is not None:
+            grown[:rows] = mine[:rows]
+        mine = grown
+    new = mine[rows : rows + others]
+    new.zero_()  # an earlier row of this place may have left NaN behind
+    if theirs is not None:
+        new[:, :, : theirs.shape[2]] = theirs[:others]
+    return mine
 
-    `place(starts, count)` says where the next forward pass writes; `select(rows)` drops the other rows.
+
+class RowCache(Cache):
+    """Cache of one model for a batch of rows, whose keys and values are the first `rows` of each layer's.
+
+    `place(starts, count)` says where the next forward pass writes; `select(rows)` drops the other rows, and `join(other)`
+    appends those of another cache.
     """
 
-    def __init__(self, layer_count: int, capacity: int) -> None:
+    def __init__(self, layer_count: int, capacity: int, rows: int = 0) -> None:
+        self.rows = rows
         self.capacity = capacity
         self.extent = 0
         self.count = 0
@@ -101,7 +127,7 @@ class RowCache(Cache):
         """The next pass writes `count` entries of row i from slot `starts[i]`."""
         if self.summaries is not None:
             self.summaries.forget(starts)
-        self.count = count
+        self.rows, self.count = len(starts), count
         self.shared, self.extent = min(starts), max(starts) + count
         if self.extent > self.capacity:
             raise ValueError(f"cache of {self.capacity} slots is too small for {self.extent}")
@@ -125,18 +151,48 @@ class RowCache(Cache):
                     torch.nn.functional.pad(part, (0, 0, 0, more)) for part in (layer.keys, layer.values)
                 )
 
+    @torch.inference_mode()  # as what is stored was made in
     def select(self, rows: list[int]) -> None:
-        """Keeps these rows, in this order."""
+        """Keeps these rows, in this order. Where each is at its place or comes from behind them, only those that come are
+        copied; else all are."""
         self.summaries = None
+        moved = [(place, row) for place, row in enumerate(rows) if place != row]
+        inside = all(row >= len(rows) for _, row in moved)
         for layer in self.layers:
-            if layer.is_initialized:
+            if not layer.is_initialized:
+                continue
+            if not inside:
                 index = torch.tensor(rows, device=layer.keys.device)
                 layer.keys, layer.values = layer.keys[index], layer.values[index]
+                continue
+            for place, row in moved:
+                for part in (layer.keys, layer.values):
+                    part[place, :, : self.extent] = part[row, :, : self.extent]
+        self.rows = len(rows)
+
+    @torch.inference_mode()
+    def join(self, other: RowCache, room: int = 0) -> None:
+        """Appends the other's rows. Where they do not fit, the memory grows to `room` rows and to a multiple of slots, so
+        that most joins copy the new rows alone."""
+        if other.capacity > self.capacity:
+            self.grow(-(-other.capacity // _GROW_SLOTS) * _GROW_SLOTS)
+        self.summaries = None
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.join(theirs, self.rows, other.rows, room)
+        self.rows, self.extent = self.rows + other.rows, max(self.extent, other.extent)
 
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
         return sum(part.nbytes for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values))
+
+
+def numbers_per_token(config: Any) -> int:
+    """Numbers that one token adds to the cache of a model."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * width)
 
 
 def layer_types(config: Any) -> list[str]:

@@ -21,12 +21,12 @@ def least_match(settings: Settings) -> float:
     return match_confidence((settings.ngram or NgramSettings()).min_match)
 
 
-def propose(draft: Draft, request: Request, vocab_size: int) -> Proposal:
-    """A round's proposal by `request.settings.source`. vocab_size: of the target."""
+def propose(draft: Draft, request: Request, vocab_size: int, device: torch.device) -> Proposal:
+    """A round's proposal by `request.settings.source`. vocab_size, device: of the target."""
     settings = request.settings
     if settings.source == "draft" or isinstance(draft, NgramDraft):
         return draft.propose(request)
-    lookup = NgramDraft(device=request.generator.device)
+    lookup = NgramDraft(device=device)
     if settings.source == "ngram":
         return lookup.propose(request)
     # theta is about the draft's confidence; how long a match must be is min_match's to say

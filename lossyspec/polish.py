@@ -17,7 +17,8 @@ from .drafting import shared_length
 from .errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from .decoder import Completion, Decoder
+    from .answers import Completion
+    from .decoder import Decoder
     from .runner import Runner
 
 #: logits of this many positions are held at a time

@@ -103,6 +103,8 @@ class Profile(Model):
         data.pop("id")
         if not self.settings.attention.block:  # dense, as in all profiles that are older than the field
             del data["settings"]["attention"]
+        if data["evidence"]["quality"]["tv_spread"] is None:  # profiles from before it was recorded keep their id
+            data["evidence"]["quality"].pop("tv_spread")
         return "sha256:" + hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -33,7 +33,8 @@ class Quality(Model):
 
     perplexity_ratio: perplexity of the decoder over that of the reference target on the same text (temperature 0:
     exp of the mean log-prob regret). certificate: an upper bound of the ratio on ANY text where the rule has one,
-    against the target at the same precision. tv, kl_forward KL(p||pi), kl_reverse KL(pi||p): nats.
+    against the target at the same precision. tv, kl_forward KL(p||pi), kl_reverse KL(pi||p): nats. tv_spread: the mean TV of
+    n tokens lies around `tv` with a standard deviation of tv_spread / sqrt(n), as seen between texts.
     """
 
     perplexity_ratio: Estimate
@@ -44,6 +45,7 @@ class Quality(Model):
     kl_forward: float | None
     kl_reverse: float | None
     certificate: float | None
+    tv_spread: float | None = None
 
 
 class Prediction(Model):

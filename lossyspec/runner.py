@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ConfigurationError, NumericalError
+from .errors import ConfigurationError, NumericalError, mark_row
 from .fused import FusedStack, fuse
 from .kv_cache import RowCache, layer_types
 from .settings import Attention
@@ -53,7 +53,7 @@ class Runner:
     @torch.inference_mode()
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """A new batch: allocates `capacity` slots a row and reads all but the last token of each prompt."""
-        self.cache = RowCache(len(self.layer_types), capacity)
+        self.cache = RowCache(len(self.layer_types), capacity, len(prompts))
         self._read(prompts, 0)
 
     @torch.inference_mode()
@@ -88,11 +88,13 @@ class Runner:
         worst = logits.amax(-1)  # NaN spreads through amax
         if not bool(torch.isfinite(worst).all()):
             row, column = (~torch.isfinite(worst)).nonzero()[0].tolist()
-            raise NumericalError(
+            error = NumericalError(
                 f"the {self.name} model {self.model.name_or_path or type(self.model).__name__} returned "
                 f"{float(worst[row, column])} as a logit at position {starts[row] + column} of row {row}; "
                 f"try a precision with a wider range (bf16 or fp32)"
             )
+            mark_row(error, row)
+            raise error
         return logits
 
     def select(self, rows: list[int]) -> None:
@@ -136,6 +138,11 @@ class Runner:
                 f"({self.config.model_type}) has a sliding window of {self.window} tokens: set attention.block to 0"
             )
         return self._fused
+
+    @torch.inference_mode()
+    def join(self, other: Runner, room: int = 0) -> None:
+        """Appends the rows of another fork of the same model. room: rows to make room for when the cache has to grow."""
+        self.cache.join(other.cache, room)
 
     def check_room(self, longest: int) -> None:
         """Raises ConfigurationError when `longest` tokens do not fit the model's positions."""

@@ -7,14 +7,35 @@ top-k, top-p. All in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .errors import mark_row, row_of
 from .settings import Sampling
 
 #: a logits processor as in transformers: (input_ids (1, L), scores (1, V)) -> scores (1, V)
 Processor = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """How the tokens of a row are chosen. generator: where its uniform numbers come from; rows may share one."""
+
+    sampling: Sampling
+    generator: torch.Generator
+    processors: Sequence[Processor] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without chance."""
+        return self.sampling.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a penalty or processors change the logits."""
+        return self.sampling.repetition_penalty != 1.0 or bool(self.processors)
 
 
 def penalise(
@@ -43,8 +64,12 @@ def penalise(
                 value = scores[present]
                 penalty = sampling.repetition_penalty
                 scores = scores.index_put((present,), torch.where(value < 0, value * penalty, value / penalty))
-            for processor in processors:
-                scores = processor(seen[None], scores[None])[0]
+            try:
+                for processor in processors:
+                    scores = processor(seen[None], scores[None])[0]
+            except Exception as error:
+                mark_row(error, row)
+                raise
             logits[row, column] = scores
     return logits
 
@@ -72,6 +97,47 @@ def probabilities(logits: Tensor, sampling: Sampling, tau: float = 1.0) -> Tenso
     if sampling.temperature > 0:
         scaled = _filter(scaled, sampling)
     return scaled.softmax(-1)
+
+
+def laws(
+    logits: Tensor, prefixes: Sequence[Sequence[int]], drafted: Tensor, choices: Sequence[Choice], tau: float = 1.0
+) -> Tensor:
+    """fp32 probabilities (batch, n, V) of each row under its own choice: `penalise`, then `probabilities`.
+
+    Rows that choose alike are done together. An error of a processor carries its row (`row_of`).
+    """
+    groups: dict[tuple[Sampling, tuple[int, ...]], list[int]] = {}
+    for row, choice in enumerate(choices):
+        groups.setdefault((choice.sampling, tuple(map(id, choice.processors))), []).append(row)
+    if len(groups) == 1:
+        first = choices[0]
+        return probabilities(penalise(logits, prefixes, drafted, first.sampling, first.processors), first.sampling, tau)
+    found = torch.empty_like(logits)
+    for rows in groups.values():
+        own, index = choices[rows[0]], torch.tensor(rows, device=logits.device)
+        try:
+            scores = penalise(logits[index], [prefixes[row] for row in rows], drafted[index], own.sampling, own.processors)
+        except Exception as error:
+            if (place := row_of(error)) is not None:
+                mark_row(error, rows[place])
+            raise
+        found[index] = probabilities(scores, own.sampling, tau)
+    return found
+
+
+def uniforms(choices: Sequence[Choice], counts: Sequence[int], device: torch.device) -> Tensor:
+    """(rows, width) uniform numbers, the first counts[i] of row i its own; width: the largest count, and at least 1.
+
+    A row takes as many from its generator as it counts, whatever the others do; rows that share one draw together.
+    """
+    width, first = max(1, *counts), choices[0].generator
+    if all(choice.generator is first for choice in choices):
+        return torch.rand(len(choices), width, generator=first, device=first.device).to(device)
+    drawn = torch.zeros(len(choices), width)
+    for row, (choice, count) in enumerate(zip(choices, counts, strict=True)):
+        if count:
+            drawn[row, :count] = torch.rand(count, generator=choice.generator, device=choice.generator.device)
+    return drawn.to(device)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -72,6 +72,10 @@ class SelfDraft:
     def select(self, rows: list[int]) -> None:
         """The target's cache has lost the other rows."""
 
+    def join(self, other: Draft, room: int = 0) -> None:
+        """The target's cache has taken in the other rows."""
+        self.forget()
+
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at the target's cache only."""
 

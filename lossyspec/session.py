@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .decoding import Job, Row, decode
+from .decoding import decode
 from .drafting import shared_length
 from .prompts import prompt_ids
+from .rows import Job, Row
 from .stats import Stats
 
 if TYPE_CHECKING:
-    from .decoder import Decoder, Generation, Piece
+    from .answers import Generation, Piece
+    from .decoder import Decoder
 
 
 class Session:
@@ -71,7 +73,7 @@ class Session:
         self.decoder.check_prompts([prompt])
         # the target must read the last token again, for its logits
         kept = shared_length(self._read, prompt[:-1])
-        rounds = decode(self._target, self._draft, [prompt], job, stats, kept)
+        rounds = decode(self._target, self._draft, [prompt], job, stats, kept, self.decoder.watch)
         ended = False
         while not ended:
             self._read = []  # a round that fails, or is interrupted, leaves caches that cannot be trusted

@@ -29,7 +29,7 @@ class BlockIndex:
     def __init__(self, cache: RowCache, block: int) -> None:
         self.layers = cache.layers  # not the cache, which holds the index: both go with their last user
         self.block = block
-        self.rows = cache.layers[0].keys.shape[0]
+        self.rows = cache.rows
         self._known = [0] * self.rows  # whole blocks that the bounds stand for
         self._first, self._last = self._known, self._known
         self._bounds: dict[int, Tensor] = {}
@@ -53,7 +53,7 @@ class BlockIndex:
 
     def refresh(self, layer: int) -> Tensor:
         """The bounds of a layer up to date, (batch, kv_heads, blocks, 2 size): largest, then least numbers."""
-        keys, first, last = self.layers[layer].keys, min(self._first), max(self._last)
+        keys, first, last = self.layers[layer].keys[: self.rows], min(self._first), max(self._last)
         if layer not in self._bounds:
             rows, heads, slots, size = keys.shape
             self._bounds[layer] = keys.new_zeros(rows, heads, slots // self.block, 2 * size)
@@ -120,7 +120,8 @@ class SparseReader:
         chosen, blocks = union.to(torch.uint8).topk(width)
         real = chosen > 0
         blocks = torch.where(real, blocks, 0)  # rows that see fewer blocks read the first one again, behind the mask
-        keys, values = self._copied(0, stored.keys, blocks), self._copied(1, stored.values, blocks)
+        rows = self.cache.rows
+        keys, values = self._copied(0, stored.keys[:rows], blocks), self._copied(1, stored.values[:rows], blocks)
         visible = seen.gather(-1, blocks.unsqueeze(2).expand(-1, -1, q.shape[1], -1)) & real.unsqueeze(2)
         slots = (blocks.unsqueeze(-1) * block + torch.arange(block, device=blocks.device)).flatten(2)
         causal = slots.unsqueeze(2) <= self.positions[:, None, :, None]
@@ -201,7 +202,8 @@ class Excerpt:
             mine.keys = stored.keys.new_empty(*shape, stored.keys.shape[-1], dtype=dtype)
             mine.values = stored.values.new_empty(*shape, stored.values.shape[-1], dtype=dtype)
             mine.is_initialized = True
-        for part, copied in ((stored.keys, mine.keys), (stored.values, mine.values)):
+        rows = self.source.rows
+        for part, copied in ((stored.keys[:rows], mine.keys), (stored.values[:rows], mine.values)):
             if part.dtype == copied.dtype:
                 pick_blocks(part, blocks, attention.block, copied)
             else:

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round of a batch did. drafted, accepted: tokens of each row; tokens: of those of its text.
+
+    relaxed: tokens of each row's text that a rule with alpha over 0 judged; variation: the sum of TV(pi, p) over them.
+    steps: forward passes of the draft. Seconds of the whole batch, by the wall clock: drafting, the target's pass, the
+    verdict, and all of the round.
+    """
+
+    drafted: list[int]
+    accepted: list[int]
+    tokens: list[int]
+    relaxed: list[int]
+    variation: list[float]
+    steps: int
+    draft_s: float
+    verify_s: float
+    judge_s: float
+    total_s: float
 
 
 @dataclass
@@ -69,8 +91,23 @@ class Stats:
         )
         return {name: getattr(self, name) for name in names}
 
-    def count_round(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Adds one row's round."""
+    def add(self, done: Round, rows: Sequence[int] | None = None) -> None:
+        """Adds a round, or what it did for some of its rows; its seconds count as a whole."""
+        tokens = 0
+        for row in range(len(done.tokens)) if rows is None else rows:
+            self._count_row(done.drafted[row], done.accepted[row])
+            tokens += done.tokens[row]
+        self.tokens += tokens
+        self.passes += 1
+        self.draft_steps += done.steps
+        self.draft_s += done.draft_s
+        self.verify_s += done.verify_s
+        self.judge_s += done.judge_s
+        self.decode_s += done.total_s
+        self.round_times_s.append(done.total_s)
+        self.round_tokens.append(tokens)
+
+    def _count_row(self, drafted: int, accepted: int) -> None:
         while len(self.drafted_at) < drafted:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
@@ -78,4 +115,3 @@ class Stats:
             self.drafted_at[depth] += 1
             self.accepted_at[depth] += depth < accepted
         self.rounds += 1
-        self.tokens += tokens

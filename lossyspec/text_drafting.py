@@ -54,6 +54,11 @@ class TextDraft:
         self.runner.select(rows)
         self._read = [self._read[row] for row in rows]
 
+    def join(self, other: TextDraft, room: int = 0) -> None:
+        """Appends the other's rows."""
+        self.runner.join(other.runner, room)
+        self._read += other._read
+
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at tokens only."""
 
@@ -62,7 +67,7 @@ class TextDraft:
         """Draws from q over the shared tokens; lossless and greedy, says text, see `_say`. A row whose text does not fit the
         draft's positions drafts nothing."""
         prefixes = [list(prefix) for prefix in request.prefixes]
-        if request.sampling.temperature == 0 and request.settings.lossless and not request.penalised:
+        if request.greedy and request.settings.lossless and not request.penalised:
             return self._say(request, prefixes)
 
         def law(column: int, drafted: Tensor) -> Tensor:
@@ -88,7 +93,7 @@ class TextDraft:
         live, steps = [self._fits(text, limit) for text, limit in zip(texts, request.limits, strict=True)], 0
         while any(live):
             logits = self._logits([text + new for text, new in zip(texts, said, strict=True)])
-            q = probabilities(logits[:, 0], request.sampling, request.settings.tau)
+            q = probabilities(logits[:, 0], request.choices[0].sampling, request.settings.tau)
             best, steps = q.max(-1), steps + 1
             for row, (confidence, token) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
                 live[row] = live[row] and confidence >= request.settings.theta

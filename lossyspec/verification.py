@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .acceptance import Verification, accept_one_hot, entropy, greedy_accept, residual, verify
+from .acceptance import (
+    Verification,
+    accept_one_hot,
+    entropy,
+    greedy_accept,
+    relaxed_variation,
+    residual,
+    verify,
+)
 from .drafting import Proposal
 from .sampling import draw
 from .settings import Settings
+
+
+class Verdict(NamedTuple):
+    """Of each row: how many drafted tokens stay, and the token after them.
+
+    variation: (batch, width) TV between the law that the rule gives a drafted position and the target's p; only those that
+    were reached count, the one that was rejected among them.
+    """
+
+    accepted: list[int]
+    following: list[int]
+    variation: Tensor
 
 
 def _compact(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
@@ -22,17 +45,19 @@ def _compact(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
     return torch.cat([inside, outside.unsqueeze(-1)], -1), torch.nn.functional.pad(proposal.q, (0, 1))
 
 
-def _sampled_chances(p: Tensor, proposal: Proposal, rule: str, alpha: Tensor) -> tuple[Tensor, Verification]:
-    """a(x) at each drafted token, and the rule's answer, for a draft that sampled from q."""
+def _sampled(p: Tensor, proposal: Proposal, rule: str, alpha: Tensor) -> tuple[Tensor, Tensor, Verification]:
+    """a(x) at each drafted token, TV(pi, p) there, and the rule's answer, for a draft that sampled from q."""
     assert proposal.q is not None
-    if proposal.support is None:
-        verification = verify(rule, p, proposal.q, alpha)
-        return verification.accept.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1), verification
     if rule == "typical":
-        return _sampled_chances(p, proposal.on_all(p.shape[-1]), rule, alpha)
-    verification = verify(rule, *_compact(p, proposal), alpha)
-    place = torch.searchsorted(proposal.support, proposal.tokens.contiguous())  # a slice when theta cut all rows short
-    return verification.accept.gather(-1, place.unsqueeze(-1)).squeeze(-1), verification
+        proposal = proposal.on_all(p.shape[-1])
+    assert proposal.q is not None
+    target, draft, place = p, proposal.q, proposal.tokens
+    if proposal.support is not None:
+        target, draft = _compact(p, proposal)
+        place = torch.searchsorted(proposal.support, proposal.tokens.contiguous())  # a slice when theta cut all rows short
+    verification = verify(rule, target, draft, alpha)
+    chance = verification.accept.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+    return chance, relaxed_variation(rule, target, draft, verification), verification
 
 
 def _after_rejection(
@@ -54,35 +79,55 @@ def _after_rejection(
 
 
 def judge(
-    p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uniforms: Tensor, greedy: bool
-) -> tuple[list[int], list[int]]:
-    """Accepted counts and next tokens of each row.
+    p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uniforms: Tensor, greedy: bool | Sequence[bool]
+) -> Verdict:
+    """The verdict of a round.
 
     p: (batch, width + 1, V) of the target. alpha: (batch, width). uniforms: (batch, width + 1), each its own number;
-    the last column draws the token after the accepted ones. The accepted count never passes `proposal.lengths`.
+    the last column draws the token after the accepted ones. greedy: of all rows, or of each. The accepted count never
+    passes `proposal.lengths`.
     """
+    if isinstance(greedy, bool):
+        return _judge(p, proposal, settings, alpha, uniforms, greedy)
+    if len(set(greedy)) == 1:
+        return _judge(p, proposal, settings, alpha, uniforms, greedy[0])
+    accepted, following, variation = [0] * len(greedy), [0] * len(greedy), torch.zeros_like(alpha)
+    for kind in (False, True):
+        rows = [row for row, own in enumerate(greedy) if own is kind]
+        index = torch.tensor(rows, device=p.device)
+        verdict = _judge(p[index], proposal.of_rows(rows), settings, alpha[index], uniforms[index], kind)
+        variation[index] = verdict.variation
+        for row, count, token in zip(rows, verdict.accepted, verdict.following, strict=True):
+            accepted[row], following[row] = count, token
+    return Verdict(accepted, following, variation)
+
+
+def _judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uniforms: Tensor, greedy: bool) -> Verdict:
     width = proposal.tokens.shape[1]
     if width == 0:
         following = p[:, 0]
         token = following.argmax(-1) if greedy else draw(following, uniforms[:, -1])
-        return [0] * p.shape[0], token.tolist()
+        return Verdict([0] * p.shape[0], token.tolist(), p.new_zeros(p.shape[0], 0))
     lengths = torch.tensor(proposal.lengths, device=p.device)
     inside = torch.arange(width, device=p.device) < lengths[:, None]
     drafted, verification = p[:, :width], None
     if greedy:
         kept = greedy_accept(drafted, proposal.tokens, alpha if settings.rule != "exact" else torch.zeros_like(alpha))
+        variation = (kept & (proposal.tokens != drafted.argmax(-1))).to(p.dtype)  # both laws are one token
+    elif proposal.q is None:
+        chosen = drafted.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1)
+        typical = settings.rule == "typical"
+        chance = accept_one_hot(settings.rule, chosen, entropy(drafted) if typical else None, alpha)
+        variation = torch.where(alpha > 0, chance * (1 - chosen), 0.0) if typical else chance - chosen
     else:
-        if proposal.q is None:
-            chosen = drafted.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1)
-            chance = accept_one_hot(settings.rule, chosen, entropy(drafted) if settings.rule == "typical" else None, alpha)
-        else:
-            chance, verification = _sampled_chances(drafted, proposal, settings.rule, alpha)
+        chance, variation, verification = _sampled(drafted, proposal, settings.rule, alpha)
+    if not greedy:
         kept = uniforms[:, :width] < chance
     accepted = (kept & inside).long().cumprod(-1).sum(-1)
     following = p[torch.arange(p.shape[0], device=p.device), accepted]
     if greedy:
-        return accepted.tolist(), following.argmax(-1).tolist()
+        return Verdict(accepted.tolist(), following.argmax(-1).tolist(), variation)
     from_p = (alpha > 0) if settings.rule == "typical" else torch.zeros_like(alpha, dtype=torch.bool)
     rest = _after_rejection(drafted, proposal, verification, from_p, accepted.clamp_max(width - 1))
     following = torch.where((accepted == lengths).unsqueeze(-1), following, rest)
-    return accepted.tolist(), draw(following, uniforms[:, -1]).tolist()
+    return Verdict(accepted.tolist(), draw(following, uniforms[:, -1]).tolist(), variation)

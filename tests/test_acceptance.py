@@ -21,6 +21,7 @@ from lossyspec.acceptance import (
     jensen_shannon,
     price,
     priced_bounds,
+    relaxed_variation,
     residual,
     total_variation,
     typical_threshold,
@@ -101,7 +102,7 @@ def first_tokens(rule: str, alpha: float, p: Tensor, q: Tensor | int, seed: int)
         proposal = Proposal(drafted[:, None], [1] * DRAWS, q.float().expand(DRAWS, 1, -1), 1)
     uniforms = torch.rand(DRAWS, 2, generator=generator)
     relaxation = torch.full((DRAWS, 1), alpha)
-    accepted, following = judge(laws, proposal, Settings(rule=rule, alpha=alpha), relaxation, uniforms, greedy=False)
+    accepted, following, _ = judge(laws, proposal, Settings(rule=rule, alpha=alpha), relaxation, uniforms, greedy=False)
     return torch.where(torch.tensor(accepted) == 1, proposal.tokens[:, 0], torch.tensor(following))
 
 
@@ -155,6 +156,35 @@ def test_law_is_kept_mass_plus_rejected_mass_times_residual(rule: str, pair: Pai
     law = emitted_law(rule, *pair)
     torch.testing.assert_close(law, want, rtol=0, atol=1e-15)
     assert law.sum().item() == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@PROPERTY
+@given(pair=pairs())
+def test_relaxed_variation_is_the_distance_of_the_emitted_law_from_p(rule: str, pair: Pair) -> None:
+    p, q, _ = pair
+    verification = verify(rule, *pair)
+    distance = total_variation(emitted_law(rule, *pair), p)
+    torch.testing.assert_close(relaxed_variation(rule, p, q, verification), distance, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@PROPERTY
+@given(pair=pairs(), place=st.integers(0, 11))
+def test_a_verdict_carries_the_variation_of_its_law(rule: str, pair: Pair, place: int) -> None:
+    """For a dense and a one-hot draft; 0 at alpha 0, where the last row is."""
+    p, q, alpha = pair.p.float(), pair.q.float(), pair.alpha.float()
+    token = torch.tensor([[place % len(p)]])
+    laws, alphas = p.expand(2, 2, -1), torch.stack([alpha, torch.zeros(())])[:, None]
+    for dense in (True, False):
+        proposal = Proposal(token.expand(2, 1), [1, 1], q.expand(2, 1, -1) if dense else None, 1)
+        verdict = judge(laws, proposal, Settings(rule=rule), alphas, torch.full((2, 2), 0.5), greedy=False)
+        law, target, share = (q, p, alpha)
+        if not dense:  # in fp64: the closed form has no factor that overflows for a subnormal p
+            law, target, share = torch.nn.functional.one_hot(token[0, 0], len(p)).double(), p.double(), pair.alpha
+        wanted = total_variation(emitted_law(rule, target, law, share), target).float()
+        torch.testing.assert_close(verdict.variation[0, 0], wanted, rtol=0, atol=2e-6)
+        assert abs(float(verdict.variation[1, 0])) < 2e-6
 
 
 @pytest.mark.parametrize("rule", RULES)

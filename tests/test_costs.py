@@ -109,7 +109,7 @@ def fake_decode(monkeypatch: pytest.MonkeyPatch, seconds_of: Any, steps: int = 4
         draft.start(prompts, 100)
         calls.append(len(prompts))
         while True:
-            request = Request(prompts, [9] * len(prompts), job.settings, job.sampling, job.generator)
+            request = Request(prompts, [9] * len(prompts), job.settings, [job.choice] * len(prompts))
             drafted = draft.propose(request).tokens.shape[1]
             stats.round_times_s.append(seconds_of(len(stats.round_times_s), drafted))
             stats.draft_steps += steps

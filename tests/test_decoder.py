@@ -11,9 +11,11 @@ import torch
 from conftest import save_tiny, tiny_tokenizer
 from test_decoding import hf_greedy, lively_model, perturbed
 
-from lossyspec.decoder import Decoder, Generation, Piece, identify_here
+from lossyspec.answers import Generation, Piece
+from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import ModelDraft, NgramDraft
 from lossyspec.errors import ConfigurationError, ProfileMismatch
+from lossyspec.guard import Guard
 from lossyspec.loading import LoadedModel, load
 from lossyspec.profile import Evidence, MatchFields, Profile, Provenance, user_profile_folder, write_profile
 from lossyspec.prompts import prompt_ids
@@ -266,6 +268,7 @@ def tuned_profile(
     settings: Settings | None = None,
     task: str = "dialogue",
     change: dict[str, Any] | None = None,
+    spread: float | None = None,
 ) -> Profile:
     """A profile for this machine and these models. change: fields of `match` that differ."""
     here = identify_here(load(str(target)), load(str(draft), role="draft") if draft else None)
@@ -287,6 +290,7 @@ def tuned_profile(
         kl_forward=0.02,
         kl_reverse=None,
         certificate=None,
+        tv_spread=spread,
     )
     return Profile(
         created="2026-01-01T00:00:00Z",
@@ -334,6 +338,21 @@ def test_an_exact_profile_is_used_in_silence(
         assert isinstance(decoder.draft, ModelDraft)
     assert warnings_of(caplog) == []
     assert decoder.generate("w1 w2", 8, seed=0).stats.drafted > 0
+
+
+def test_a_profile_brings_its_guard(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    profile = tuned_profile(folders["target"], folders["draft"], Settings(alpha=0.5, draft_length=3), spread=0.1)
+    band, own = Guard.of(profile.evidence), Guard(request=0.3)
+    assert band is not None and band.request is not None
+    assert Decoder.from_profile(profile).watch.guard == band
+    assert Decoder.from_profile(profile, guard=own).watch.guard == own
+    assert Decoder.from_profile(profile, guard=None).watch.guard == Guard()
+    assert Decoder.from_profile(tuned_profile(folders["target"])).watch.guard == Guard()
+    monkeypatch.setenv("LOSSYTUNE_PROFILES", str(tmp_path))
+    write_profile(tmp_path / "profile.json", profile)
+    found = Decoder.from_profile("auto", target=str(folders["target"]), draft=str(folders["draft"]))
+    assert found.watch.guard == band
+    assert found.counters.snapshot()["profile"] == {"exact": 1}
 
 
 def test_a_profile_with_prompt_lookup_loads_no_draft(folders: dict[str, Path]) -> None:

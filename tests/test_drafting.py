@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lossyspec.drafting import ModelDraft, NgramDraft, Proposal, Request, find_match, match_confidence, ngram_chain
 from lossyspec.runner import Runner
-from lossyspec.sampling import probabilities
+from lossyspec.sampling import Choice, probabilities
 from lossyspec.settings import NgramSettings, Sampling, ScheduleRow, Settings
 
 
@@ -40,7 +40,8 @@ def ask(
     **more: Any,
 ) -> Request:
     generator = torch.Generator().manual_seed(seed)
-    return Request(prefixes, limits, knobs or Settings(), sampling or Sampling(), generator, **more)
+    choice = Choice(sampling or Sampling(), generator, **more)
+    return Request(prefixes, limits, knobs or Settings(), [choice] * len(prefixes))
 
 
 # --- prompt lookup ---
@@ -346,6 +347,7 @@ def test_theta_stops_before_a_position_and_never_looks_at_the_drafted_token() ->
     rows, _ = run(LawRunner(p), draft, [[0]] * count, Settings(theta=0.5, draft_length=2), Sampling(), new=3)
     for depth in range(3):
         assert chi_square_p(histogram([row.output[depth] for row in rows], 2), p) > 1e-3
+    draft.start([[0]] * 3, 8)
     stopped = draft.propose(ask([[0]] * 3, [3] * 3, Settings(theta=0.61)))
     assert stopped.lengths == [0, 0, 0]
     assert stopped.steps == 1  # it had to look to know
@@ -407,7 +409,7 @@ def test_one_generator_gives_each_row_and_position_its_own_number() -> None:
     """Rows with the same prefix draft different tokens, and the next request goes on with new numbers."""
     draft = law_draft([1 / 50] * 50)
     generator = torch.Generator().manual_seed(0)
-    request = Request([[0]] * 8, [8] * 8, Settings(), Sampling(), generator)
+    request = Request([[0]] * 8, [8] * 8, Settings(), [Choice(Sampling(), generator)] * 8)
     draft.start([[0]] * 8, 16)
     first, second = draft.propose(request).tokens, draft.propose(request).tokens
     assert len({tuple(row) for row in first.tolist()}) == 8

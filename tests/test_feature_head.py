@@ -19,7 +19,7 @@ from lossyspec.head_drafting import FeatureDraft
 from lossyspec.head_files import load_head, read_card, save_head
 from lossyspec.loading import LoadedModel
 from lossyspec.runner import Runner
-from lossyspec.sampling import probabilities
+from lossyspec.sampling import Choice, probabilities
 from lossyspec.settings import Sampling, Settings
 from lossyspec.verification import judge
 
@@ -64,7 +64,7 @@ def test_a_packed_head_is_near_the_dense_one_and_reads_its_own_bytes_alone() -> 
     generator = torch.Generator().manual_seed(0)
     drafts[1].start([ids], 64)
     drafts[1].observe(target.features, [0])
-    proposal = drafts[1].propose(Request([ids], [2], Settings(draft_length=2), Sampling(), generator))
+    proposal = drafts[1].propose(Request([ids], [2], Settings(draft_length=2), [Choice(Sampling(), generator)]))
     assert proposal.q is not None and target.features is not None
     first = drafts[1].along(ids, [0], torch.cat([target.features, target.features[:, -1:]], 1), 1)[0].softmax(-1)
     torch.testing.assert_close(proposal.q[0, 0], first[0], atol=2e-4, rtol=2e-2)  # its products are bf16
@@ -79,7 +79,7 @@ def test_a_round_proposes_the_laws_that_unroll_gives_at_each_depth(width: int) -
     draft.start([ids], 64)
     draft.observe(decoder.target.features, [0])
     generator = torch.Generator().manual_seed(0)
-    proposal = draft.propose(Request([ids], [4], Settings(draft_length=4), Sampling(), generator))
+    proposal = draft.propose(Request([ids], [4], Settings(draft_length=4), [Choice(Sampling(), generator)]))
     assert proposal.lengths == [4] and proposal.q is not None
     grown = ids + proposal.tokens[0].tolist()
     features = torch.zeros(1, len(grown) - 1, 32)
@@ -115,9 +115,8 @@ def test_a_verdict_on_the_support_is_the_verdict_on_all_tokens(rule: str) -> Non
     alpha = torch.full((rows, width), 0.4)
     for seed in range(40):
         uniforms = torch.rand(rows, width + 1, generator=torch.Generator().manual_seed(seed))
-        assert judge(p, small, settings, alpha, uniforms, greedy=False) == judge(
-            p, small.on_all(size), settings, alpha, uniforms, greedy=False
-        )
+        got = judge(p, small, settings, alpha, uniforms, greedy=False)
+        assert got[:2] == judge(p, small.on_all(size), settings, alpha, uniforms, greedy=False)[:2]
 
 
 def test_sampling_filters_apply_to_q_over_the_support() -> None:

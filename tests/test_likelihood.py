@@ -194,7 +194,7 @@ class DepthDraft:
             q = self.tables.q[numbers % len(PREFIXES), depth]
             going &= (q.amax(-1) >= request.settings.theta) & (torch.tensor(request.limits) > depth)
             lengths += going
-            tokens.append(draw(q, torch.rand(rows, generator=request.generator)))
+            tokens.append(draw(q, torch.rand(rows, generator=request.choices[0].generator)))
             laws.append(q.float())
             numbers = numbers * V + tokens[-1] + 1
         return Proposal(torch.stack(tokens, 1), lengths.tolist(), torch.stack(laws, 1), width)

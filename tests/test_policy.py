@@ -212,12 +212,12 @@ def test_no_protected_position_is_ever_relaxed(
 ) -> None:
     target, draft, _ = traces[True]
     boundaries, seen = Boundaries(WORDS), {True: 0, False: 0}
-    rounds = decoding._round
+    rounds = decoding.Batch.round
     now: list[Any] = []
 
-    def spy(target: Any, draft: Any, rows: Any, job: Any, stats: Any) -> Any:
-        now[:] = [list(row.output) for row in rows]
-        return rounds(target, draft, rows, job, stats)
+    def spy(batch: decoding.Batch) -> Any:
+        now[:] = [list(row.output) for row in batch.rows]
+        return rounds(batch)
 
     def check(p: Any, proposal: Any, settings: Settings, alpha: torch.Tensor, *rest: Any, **options: Any) -> Any:
         for row, output in enumerate(now):
@@ -229,7 +229,7 @@ def test_no_protected_position_is_ever_relaxed(
 
     judge = decoding.judge
     monkeypatch.setattr(decoding, "judge", check)
-    monkeypatch.setattr(decoding, "_round", spy)
+    monkeypatch.setattr(decoding.Batch, "round", spy)
     settings = settings_of(True, Policy(protect=("sentence",)))
     job = Job(settings, Sampling(), Stopping(24), torch.Generator().manual_seed(1), boundaries=boundaries)
     *_, rows = decode(target, draft, [PROMPT, PROMPT[:3], [1]], job, Stats())

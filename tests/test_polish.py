@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from test_decoder import make_decoder
 from test_decoding import hf_greedy, lively_model
 
+from lossyspec.answers import Completion
 from lossyspec.correctors import Seq2SeqCorrector, TargetCorrector, load_corrector, sentence_around
-from lossyspec.decoder import Completion, Decoder
+from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.polish import Candidate, Polisher, PolishSettings, Scorer, Span, doubtful_spans, edit_distance
 from lossyspec.runner import Runner

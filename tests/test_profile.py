@@ -131,6 +131,7 @@ def test_a_profile_from_before_attention_loads_as_dense_under_its_own_id(tmp_pat
     written = write_profile(tmp_path / "new.json", profile())
     data = dump(written)
     assert data["settings"].pop("attention")["block"] == 0
+    assert data["evidence"]["quality"].pop("tv_spread") is None  # recorded later still
     data["id"] = None
     content = {name: value for name, value in data.items() if name != "id"}
     data["id"] = "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -144,6 +145,18 @@ def test_a_profile_with_sparse_attention_and_the_draft_self_survives_its_file(tm
     written = write_profile(tmp_path / "p.json", profile(attention=sparse))
     assert read_profile(tmp_path / "p.json") == written
     assert written.settings.attention == sparse
+
+
+def test_a_profile_from_before_the_spread_was_recorded_keeps_its_id(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    data = dump(write_profile(path, profile()))
+    assert data["evidence"]["quality"].pop("tv_spread") is None
+    path.write_text(json.dumps(data))
+    assert read_profile(path).id == data["id"]
+    data["evidence"]["quality"]["tv_spread"] = 0.1
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match="its content was changed"):
+        read_profile(path)
 
 
 def test_a_profile_that_was_edited_by_hand_is_refused_with_advice_and_read_without_its_id(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from test_sparse import tokens_of
 from test_verification import assert_drawn_from
 
 from lossyspec.decoder import Decoder
-from lossyspec.decoding import Job, decode
+from lossyspec.decoding import decode
 from lossyspec.drafting import CompactDraft, NgramDraft, Proposal, Request
 from lossyspec.drafts import TargetItself, draft_identity, draft_name, load_draft
 from lossyspec.errors import ConfigurationError
 from lossyspec.loading import load
+from lossyspec.rows import Job
 from lossyspec.runner import Runner
+from lossyspec.sampling import Choice
 from lossyspec.self_drafting import SelfDraft
 from lossyspec.settings import Attention, Sampling, Settings
 from lossyspec.stats import Stats
@@ -94,7 +96,7 @@ def test_a_text_that_skips_nothing_is_not_drafted(target: Runner) -> None:
     for length, drafted in ((32, 0), (33, 3)):
         prompt = tokens_of(length)
         target.start([prompt], 64)
-        request = Request([prompt], [3], LONG, Sampling(temperature=0), torch.Generator())
+        request = Request([prompt], [3], LONG, [Choice(Sampling(temperature=0), torch.Generator())])
         assert draft.propose(request).lengths == [drafted]
 
 
@@ -102,13 +104,13 @@ def test_the_targets_entries_stay_its_own(target: Runner) -> None:
     prompt, draft = tokens_of(90), self_draft(target)
     target.start([prompt], 128)
     before = [layer.keys.clone() for layer in target.cache.layers]
-    draft.propose(Request([prompt], [9], LONG, Sampling(), torch.Generator()))
+    draft.propose(Request([prompt], [9], LONG, [Choice(Sampling(), torch.Generator())]))
     assert all(torch.equal(layer.keys, kept) for layer, kept in zip(target.cache.layers, before, strict=True))
 
 
 def test_skipped_blocks_are_not_read(target: Runner) -> None:
     prompt, draft = tokens_of(90), self_draft(target)
-    request = Request([prompt], [4], LONG, Sampling(temperature=0), torch.Generator())
+    request = Request([prompt], [4], LONG, [Choice(Sampling(temperature=0), torch.Generator())])
     target.start([prompt], 128)
     want = draft.propose(request)
     excerpt = draft._excerpt
@@ -211,6 +213,6 @@ def test_a_model_that_is_not_fused_cannot_be_its_own_draft() -> None:
 def test_nothing_is_drafted_for_rows_at_their_limit(target: Runner) -> None:
     prompts = [tokens_of(60), tokens_of(70, 1)]
     target.start(prompts, 128)
-    request = Request(prompts, [0, 2], LONG, Sampling(), torch.Generator().manual_seed(0))
+    request = Request(prompts, [0, 2], LONG, [Choice(Sampling(), torch.Generator().manual_seed(0))] * 2)
     proposal: Proposal = self_draft(target).propose(request)
     assert proposal.lengths == [0, 2]

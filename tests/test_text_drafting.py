@@ -18,6 +18,7 @@ from lossyspec.drafts import make_draft
 from lossyspec.errors import ConfigurationError
 from lossyspec.loading import LoadedModel
 from lossyspec.runner import Runner
+from lossyspec.sampling import Choice
 from lossyspec.settings import PRINCIPLED_RULES, Sampling, Settings
 from lossyspec.text_drafting import TextDraft, make_text_draft
 from lossyspec.tuner.trace import Texts, Tracer
@@ -134,7 +135,7 @@ def test_q_is_the_drafts_own_on_the_text_also_where_reading_changes_earlier_toke
     generator = torch.Generator().manual_seed(0)
     changed = 0
     for turn in range(7):
-        request = Request(rows, [4] * len(rows), Settings(tau=0.8), Sampling(), generator)
+        request = Request(rows, [4] * len(rows), Settings(tau=0.8), [Choice(Sampling(), generator)] * len(rows))
         proposal = draft.propose(request)
         assert proposal.q is not None and proposal.lengths == [4] * len(rows)
         q = proposal.on_all(SIZES[0]).q
@@ -188,9 +189,9 @@ def test_lossless_greedy_drafts_are_the_drafts_own_text_up_to_theta_and_the_limi
     draft, model = tiny_draft()
     rows, limits = [[3], [1, 4, 3], [2, 2]], [5, 2, 0]
     draft.start(rows, 64)
-    generator = torch.Generator().manual_seed(0)
+    choices = [Choice(Sampling(temperature=0.0), torch.Generator().manual_seed(0))] * len(rows)
     for theta in (0.0, 0.5):
-        proposal = draft.propose(Request(rows, limits, Settings(theta=theta), Sampling(temperature=0.0), generator))
+        proposal = draft.propose(Request(rows, limits, Settings(theta=theta), choices))
         assert proposal.q is None
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
             text, new = draft._translate(row), list[int]()
@@ -202,7 +203,7 @@ def test_lossless_greedy_drafts_are_the_drafts_own_text_up_to_theta_and_the_limi
             expected = draft._translate.back(row, text, new)[:limit]
             assert proposal.tokens[index, : proposal.lengths[index]].tolist() == expected
             assert proposal.lengths[index] == len(expected)
-    relaxed = draft.propose(Request(rows, limits, Settings(alpha=0.5), Sampling(temperature=0.0), generator))
+    relaxed = draft.propose(Request(rows, limits, Settings(alpha=0.5), choices))
     assert relaxed.lengths == limits  # token by token: replay has the law of what is let through
     assert set(relaxed.tokens.flatten().tolist()) <= set(draft.support.tolist())
 
@@ -215,6 +216,24 @@ def test_a_session_with_such_a_draft_is_the_whole_conversation_anew() -> None:
         answer = chat.generate_ids(said, 8, temperature=0.0)
         assert answer[0].tokens == decoder.generate_ids([said], 8, temperature=0.0)[0].tokens
         said = [*said, *answer[0].tokens, 4, 3]
+
+
+def test_a_batcher_with_such_a_draft_says_what_plain_decoding_says() -> None:
+    decoder = Decoder(*tiny_pair())
+    decoder.eos_ids = frozenset()
+    prompts = [[1, 4, 3], [4], [2, 2, 2, 6, 1, 2, 3, 3], [0, 5], [3, 4, 1]]
+    with decoder.batcher(max_batch=2, max_length=64) as batcher:
+        handles = []
+        for index, prompt in enumerate(prompts):
+            handles.append(batcher.submit_ids(prompt, 4 + 2 * index, temperature=0.0))
+            batcher.step()
+        sampled = batcher.submit_ids([1, 4, 3], 12, seed=4, alpha=0.5)
+        together = [handle.result().tokens for handle in [*handles, sampled]]
+    for index, prompt in enumerate(prompts):
+        plain = decoder.generate_ids([prompt], 4 + 2 * index, settings=Settings(draft_length=0), temperature=0.0)
+        assert together[index] == plain[0].tokens
+    with decoder.batcher(max_batch=2, max_length=64) as batcher:
+        assert batcher.submit_ids([1, 4, 3], 12, seed=4, alpha=0.5).result().tokens == together[-1]
 
 
 class TextLawRunner(LawRunner):

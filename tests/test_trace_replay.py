@@ -468,6 +468,35 @@ def test_the_log_ratio_on_sampled_text_estimates_the_forward_divergence(replays:
         assert abs(replayed.log_ratio.sum() - replayed.kl_forward * replayed.tokens.sum()) < 3.5 * spread
 
 
+@pytest.mark.parametrize("model", [False, True])
+def test_live_decoding_spends_the_variation_that_replay_foresees(
+    pair: Pair, replays: dict[tuple[bool, str], Replay], model: bool
+) -> None:
+    """So a band around one is a band around the other, as the guard takes it."""
+    settings = settings_of(model, rule="mixture", alpha=0.3, draft_length=3)
+    replayed = replays[model, "cut"].run(settings)
+    assert replayed.tv is not None and replayed.tv_spread is not None
+    job = Job(settings, Sampling(), Stopping(LIMIT), torch.Generator().manual_seed(5))
+    draft = ModelDraft(pair.draft, VOCAB) if model else NgramDraft()
+    *_, rows = decode(pair.target, draft, pair.cut.prompts * 4, job, Stats())
+    tokens = sum(len(row.output) for row in rows)
+    live = sum(row.variation for row in rows) / tokens
+    around = replayed.tv_spread * (1 / tokens + 1 / replayed.tokens.sum()) ** 0.5
+    assert abs(live - replayed.tv) < 4 * around + 0.1 * replayed.tv
+    sums = np.array([sum(row.variation for row in rows[place::64]) / 4 for place in range(64)])
+    apart = sums - sums.mean()
+    assert 0.2 < (apart**2).mean() ** 0.5 / (replayed.tv_spread * LIMIT**0.5) < 2.0
+
+
+def test_the_spread_of_alike_texts_is_0_and_of_one_unknown(replays: dict[tuple[bool, str], Replay]) -> None:
+    replay, text = replays[False, "cut"], np.array([1.5, 3.0])
+    replay = copy.copy(replay)
+    replay.tokens = np.array([10.0, 20.0])
+    assert replay._spread(text) == pytest.approx(0.0, abs=1e-12)
+    assert replay._spread(np.array([2.5, 3.0])) == pytest.approx((2 * (2.0 / 3) ** 2 / 30) ** 0.5)
+    assert replay._spread(text[:1]) is None and replay._spread(None) is None
+
+
 def test_quality_is_a_record_of_the_replay(replays: dict[tuple[bool, str], Replay]) -> None:
     replay, settings = replays[False, "ended"], settings_of(False, rule="optimal", alpha=0.5, draft_length=4)
     replayed = replay.run(settings)
@@ -477,6 +506,7 @@ def test_quality_is_a_record_of_the_replay(replays: dict[tuple[bool, str], Repla
     assert (quality.tokens, quality.texts) == (replay.trace.texts.tokens, 64)
     assert (quality.corpus, quality.certificate) == ("references", 2.0)
     assert (quality.tv, quality.kl_forward, quality.kl_reverse) == (replayed.tv, replayed.kl_forward, replayed.kl_reverse)
+    assert quality.tv_spread == replayed.tv_spread and replayed.tv_spread is not None and replayed.tv_spread > 0
     assert replay.quality(settings, interval=False).perplexity_ratio.ci95 is None
     assert replay.quality(settings, seed=0) == replay.quality(settings, seed=0)
 

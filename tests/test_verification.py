@@ -16,7 +16,7 @@ from torch import Tensor
 from lossyspec.acceptance import emitted_law, residual, verify
 from lossyspec.drafting import ModelDraft, Proposal, Request
 from lossyspec.runner import Runner
-from lossyspec.sampling import draw, probabilities
+from lossyspec.sampling import Choice, draw, probabilities
 from lossyspec.settings import RULES, Sampling, Settings
 from lossyspec.verification import judge
 
@@ -51,7 +51,7 @@ def emit(
     uniforms = torch.rand(batch, width + 1, generator=generator)
     relaxation = torch.full((batch, width), alpha)
     proposal = Proposal(drafted, own, drafts, width)
-    accepted, following = judge(laws, proposal, settings_of(rule, alpha), relaxation, uniforms, greedy=False)
+    accepted, following, _ = judge(laws, proposal, settings_of(rule, alpha), relaxation, uniforms, greedy=False)
     counts = torch.tensor(accepted)
     tokens = torch.cat([drafted, torch.zeros(batch, 1, dtype=torch.long)], 1)
     tokens[torch.arange(batch), counts] = torch.tensor(following)
@@ -129,7 +129,7 @@ def test_case_2_argmax_draft_is_judged_by_its_one_hot_law() -> None:
 
     def emitted(law: Tensor | None) -> Tensor:
         proposal = Proposal(drafted, [1] * DRAWS, law, 0)
-        accepted, following = judge(laws, proposal, settings_of("exact", 0.0), alpha, uniforms, greedy=False)
+        accepted, following, _ = judge(laws, proposal, settings_of("exact", 0.0), alpha, uniforms, greedy=False)
         return torch.where(torch.tensor(accepted) == 1, drafted[:, 0], torch.tensor(following))
 
     assert_drawn_from(p, emitted(None))
@@ -148,7 +148,7 @@ class ConstantRunner(Runner):
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         pass
 
-    def logits(self, tokens: Tensor, starts: list[int]) -> Tensor:
+    def logits(self, tokens: Tensor, starts: list[int], attention: object = None) -> Tensor:
         return self.law.expand(*tokens.shape, -1)
 
 
@@ -160,14 +160,14 @@ def test_case_3_returned_q_is_the_q_that_was_sampled_from() -> None:
     draft.start(prompts, 8)
     generator = torch.Generator().manual_seed(5)
     sampling, knobs = Sampling(top_k=2), Settings(rule="exact", draft_length=2)
-    proposal = draft.propose(Request(prompts, [2] * rows, knobs, sampling, generator))
+    proposal = draft.propose(Request(prompts, [2] * rows, knobs, [Choice(sampling, generator)] * rows))
     assert proposal.q is not None
     torch.testing.assert_close(proposal.q[7, 1], torch.tensor([4 / 7, 3 / 7, 0, 0]))
     for column in range(2):
         assert_drawn_from([4 / 7, 3 / 7, 0, 0], proposal.tokens[:, column])
     uniforms = torch.rand(rows, 3, generator=generator)
     laws = p.expand(rows, 3, -1)
-    accepted, following = judge(laws, proposal, knobs, torch.zeros(rows, 2), uniforms, greedy=False)
+    accepted, following, _ = judge(laws, proposal, knobs, torch.zeros(rows, 2), uniforms, greedy=False)
     first = torch.where(torch.tensor(accepted) > 0, proposal.tokens[:, 0], torch.tensor(following))
     assert_drawn_from(p, first)
 
@@ -176,7 +176,8 @@ def test_case_3_temperature_and_tau_are_in_the_returned_q_too() -> None:
     draft = ModelDraft(ConstantRunner([0.4, 0.3, 0.2, 0.1]), 4)
     draft.start([[0]], 8)
     sampling = Sampling(temperature=0.8, top_p=0.9)
-    request = Request([[0]], [1], Settings(draft_length=1, tau=0.5), sampling, torch.Generator().manual_seed(0))
+    choice = Choice(sampling, torch.Generator().manual_seed(0))
+    request = Request([[0]], [1], Settings(draft_length=1, tau=0.5), [choice])
     want = probabilities(torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), sampling, 0.5)
     q = draft.propose(request).q
     assert q is not None
@@ -191,7 +192,7 @@ def test_case_8_uniform_0_rejects_what_the_target_excludes(rule: str, alpha: flo
     q = None if one_hot else torch.tensor([[[0.1, 0.1, 0.8]]])
     proposal = Proposal(torch.tensor([[2]]), [1], q, 0)
     uniforms = torch.zeros(1, 2)
-    accepted, following = judge(p, proposal, settings_of(rule, alpha), torch.full((1, 1), alpha), uniforms, greedy=False)
+    accepted, following, _ = judge(p, proposal, settings_of(rule, alpha), torch.full((1, 1), alpha), uniforms, greedy=False)
     assert accepted == [0]
     assert following[0] in (0, 1)
 
@@ -199,7 +200,8 @@ def test_case_8_uniform_0_rejects_what_the_target_excludes(rule: str, alpha: flo
 def test_case_8_greedy_never_takes_what_the_target_excludes() -> None:
     p = torch.tensor([[[0.6, 0.4, 0.0], [0.0, 0.0, 1.0]]])
     proposal = Proposal(torch.tensor([[2]]), [1], None, 0)
-    assert judge(p, proposal, settings_of("optimal", 1.0), torch.ones(1, 1), torch.zeros(1, 2), greedy=True) == ([0], [0])
+    verdict = judge(p, proposal, settings_of("optimal", 1.0), torch.ones(1, 1), torch.zeros(1, 2), greedy=True)
+    assert verdict[:2] == ([0], [0])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -213,7 +215,7 @@ def test_case_10_equal_laws_and_a_forced_rejection_draw_from_p(rule: str, alpha:
     proposal = Proposal(torch.zeros(rows, 1, dtype=torch.long), [1] * rows, p.expand(rows, 1, -1), 1)
     laws = torch.stack([p, torch.tensor([0.0, 0.0, 1.0])]).expand(rows, -1, -1)
     relaxation = torch.full((rows, 1), alpha)
-    accepted, following = judge(laws, proposal, settings_of(rule, alpha), relaxation, uniforms, greedy=False)
+    accepted, following, _ = judge(laws, proposal, settings_of(rule, alpha), relaxation, uniforms, greedy=False)
     assert set(accepted) == {0}
     assert_drawn_from(p, following)
 
@@ -223,9 +225,9 @@ def test_case_10_sure_target_and_a_one_hot_draft_on_its_token_draw_from_p(rule: 
     p = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
     proposal = Proposal(torch.tensor([[1]]), [1], None, 0)
     forced = torch.tensor([[1.0, 0.5]])
-    assert judge(p, proposal, settings_of(rule, 0.5), torch.full((1, 1), 0.5), forced, greedy=False) == ([0], [1])
+    assert judge(p, proposal, settings_of(rule, 0.5), torch.full((1, 1), 0.5), forced, greedy=False)[:2] == ([0], [1])
     usual = torch.tensor([[1 - 2.0**-24, 0.5]])
-    assert judge(p, proposal, settings_of(rule, 0.5), torch.full((1, 1), 0.5), usual, greedy=False) == ([1], [0])
+    assert judge(p, proposal, settings_of(rule, 0.5), torch.full((1, 1), 0.5), usual, greedy=False)[:2] == ([1], [0])
 
 
 def test_case_22_each_row_of_a_ragged_batch_emits_the_target_at_every_place() -> None:
@@ -250,14 +252,15 @@ def test_case_22_a_row_is_judged_the_same_alone_and_in_a_batch() -> None:
     for rule in RULES:
         for law in (q, None):
             knobs, alpha = settings_of(rule, 0.4), torch.full((6, 4), 0.4)
-            counts, following = judge(p, Proposal(tokens, lengths, law, 4), knobs, alpha, uniforms, greedy=False)
+            counts, following, variation = judge(p, Proposal(tokens, lengths, law, 4), knobs, alpha, uniforms, greedy=False)
             for row in range(6):
                 own = slice(row, row + 1)
                 width = lengths[row]  # alone, nothing pads the row
                 alone = Proposal(tokens[own, :width], [width], None if law is None else law[own, :width], 4)
                 numbers = torch.cat([uniforms[own, :width], uniforms[own, -1:]], 1)
                 got = judge(p[own, : width + 1], alone, knobs, alpha[own, :width], numbers, greedy=False)
-                assert got == ([counts[row]], [following[row]])
+                assert got[:2] == ([counts[row]], [following[row]])
+                torch.testing.assert_close(got.variation, variation[own, :width])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -280,7 +283,9 @@ def test_draft_on_a_part_of_the_vocabulary_is_judged_as_on_all_of_it(rule: str, 
     assert everywhere.q.sum().item() == pytest.approx(rows * width, rel=1e-5)
     knobs, relaxation = settings_of(rule, alpha), torch.full((rows, width), alpha)
     want = judge(p, everywhere, knobs, relaxation, uniforms, greedy=False)
-    assert judge(p, part, knobs, relaxation, uniforms, greedy=False) == want
+    got = judge(p, part, knobs, relaxation, uniforms, greedy=False)
+    assert got[:2] == want[:2]
+    torch.testing.assert_close(got.variation, want.variation)
     assert len(set(want[0])) == width + 1
 
 
@@ -293,7 +298,7 @@ def test_draft_on_a_part_of_the_vocabulary_emits_the_closed_form(rule: str) -> N
     drafted = support[draw(q.expand(rows, -1), torch.rand(rows, generator=generator))][:, None]
     proposal = Proposal(drafted, [1] * rows, q.expand(rows, 1, -1), 1, support)
     uniforms, alpha = torch.rand(rows, 2, generator=generator), torch.full((rows, 1), 0.5)
-    accepted, following = judge(
+    accepted, following, _ = judge(
         p.float().expand(rows, -1, -1), proposal, settings_of(rule, 0.5), alpha, uniforms, greedy=False
     )
     full = torch.zeros(6, dtype=torch.float64).index_copy_(0, support, q.double())
@@ -327,7 +332,7 @@ def test_accepted_count_stays_within_the_proposal_and_the_next_token_is_possible
         uniforms = torch.full_like(uniforms, uniform)
     proposal = Proposal(draw(q, torch.rand(rows, width, generator=generator)), lengths, None if one_hot else q, width)
     relaxation = torch.full((rows, width), alpha)
-    accepted, following = judge(p, proposal, settings_of(rule, alpha), relaxation, uniforms, greedy)
+    accepted, following, _ = judge(p, proposal, settings_of(rule, alpha), relaxation, uniforms, greedy)
     for row in range(rows):
         assert 0 <= accepted[row] <= lengths[row]
         assert p[row, accepted[row], following[row]] > 0
@@ -343,7 +348,7 @@ def test_token_after_all_accepted_is_drawn_from_the_target_at_the_rows_own_lengt
     proposal = Proposal(torch.zeros(rows, 3, dtype=torch.long), [1] * rows, q, 3)
     uniforms = torch.rand(rows, 4, generator=torch.Generator().manual_seed(9))
     uniforms[:, 1:3] = 0.0  # the padding would be accepted if it were looked at
-    accepted, following = judge(
+    accepted, following, _ = judge(
         p.expand(rows, -1, -1), proposal, settings_of("optimal", 0.7), torch.full((rows, 3), 0.7), uniforms, greedy=False
     )
     assert set(accepted) == {1}
@@ -358,7 +363,7 @@ def test_token_after_a_rejection_is_drawn_from_the_residual(rule: str) -> None:
     alpha = torch.full((DRAWS, 1), 0.3)
     proposal = Proposal(torch.ones(DRAWS, 1, dtype=torch.long), [1] * DRAWS, q.expand(DRAWS, 1, -1), 1)
     laws = torch.stack([p, torch.tensor([0.0, 0.0, 0.0, 1.0])]).expand(DRAWS, -1, -1)
-    accepted, following = judge(laws, proposal, settings_of(rule, 0.3), alpha, uniforms, greedy=False)
+    accepted, following, _ = judge(laws, proposal, settings_of(rule, 0.3), alpha, uniforms, greedy=False)
     verification = verify(rule, p, q, torch.tensor(0.3))
     rejected = torch.tensor(accepted) == 0
     share = 1 - float(verification.accept[1])
@@ -376,7 +381,7 @@ def test_alpha_is_each_positions_own() -> None:
     drafted = draw(drafts, torch.rand(rows, 1, generator=generator))
     alpha = torch.tensor([0.0, 0.9]).repeat(rows // 2)[:, None]
     uniforms = torch.rand(rows, 2, generator=generator)
-    accepted, following = judge(
+    accepted, following, _ = judge(
         p.float().expand(rows, -1, -1),
         Proposal(drafted, [1] * rows, drafts, 1),
         settings_of("optimal", 0.9),
@@ -395,10 +400,10 @@ def test_nothing_drafted_is_plain_decoding() -> None:
     uniforms = torch.rand(rows, 1, generator=torch.Generator().manual_seed(13))
     proposal = Proposal.empty(rows, torch.device("cpu"))
     laws = p.expand(rows, 1, -1)
-    accepted, following = judge(laws, proposal, settings_of("optimal", 0.9), torch.zeros(rows, 0), uniforms, greedy=False)
+    accepted, following, _ = judge(laws, proposal, settings_of("optimal", 0.9), torch.zeros(rows, 0), uniforms, greedy=False)
     assert set(accepted) == {0}
     assert_drawn_from(p, following)
-    _, best = judge(laws, proposal, settings_of("optimal", 0.9), torch.zeros(rows, 0), uniforms, greedy=True)
+    _, best, _ = judge(laws, proposal, settings_of("optimal", 0.9), torch.zeros(rows, 0), uniforms, greedy=True)
     assert set(best) == {1}
 
 
@@ -413,7 +418,7 @@ def greedy_round(tokens: list[int], rule: str = "optimal", alpha: float = 0.0, l
     for uniform in (0.0, 0.5, 1 - 2.0**-24):
         proposal = Proposal(torch.tensor([tokens]), [length], None, 0)
         relaxation, uniforms = torch.full((1, 3), alpha), torch.full((1, 4), uniform)
-        accepted, following = judge(GREEDY, proposal, settings_of(rule, alpha), relaxation, uniforms, greedy=True)
+        accepted, following, _ = judge(GREEDY, proposal, settings_of(rule, alpha), relaxation, uniforms, greedy=True)
         results.add((accepted[0], following[0]))
     assert len(results) == 1
     return results.pop()
@@ -438,6 +443,15 @@ def test_greedy_round_of_the_exact_rule_ignores_alpha() -> None:
     assert greedy_round([1, 1, 2], rule="exact", alpha=0.9) == (0, 0)
 
 
+def test_greedy_variation_is_1_where_another_token_than_the_best_is_taken() -> None:
+    p = torch.tensor([[[0.5, 0.4, 0.1], [0.1, 0.45, 0.45], [0.2, 0.2, 0.6]]])
+    for tokens, alpha, want in (([1, 1], 0.5, [1.0, 0.0]), ([1, 1], 0.0, [0.0, 0.0]), ([0, 2], 0.5, [0.0, 1.0])):
+        proposal = Proposal(torch.tensor([tokens]), [2], None, 0)
+        relaxation = torch.full((1, 2), alpha)
+        verdict = judge(p, proposal, settings_of("optimal", alpha), relaxation, torch.zeros(1, 3), greedy=True)
+        assert verdict.variation.tolist() == [want]
+
+
 def test_greedy_tie_at_alpha_0_gives_the_token_of_plain_greedy() -> None:
     p = torch.tensor([[[0.4, 0.4, 0.2], [0.1, 0.45, 0.45]]])
     plain = int(p[0, 0].argmax())
@@ -445,4 +459,4 @@ def test_greedy_tie_at_alpha_0_gives_the_token_of_plain_greedy() -> None:
     for token, want in ((plain, ([1], [int(p[0, 1].argmax())])), (other, ([0], [plain]))):
         proposal = Proposal(torch.tensor([[token]]), [1], None, 0)
         uniforms = torch.zeros(1, 2)
-        assert judge(p, proposal, settings_of("optimal", 0.0), torch.zeros(1, 1), uniforms, greedy=True) == want
+        assert judge(p, proposal, settings_of("optimal", 0.0), torch.zeros(1, 1), uniforms, greedy=True)[:2] == want

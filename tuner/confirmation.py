@@ -13,8 +13,9 @@ from lossyspec.settings import Precision, ScheduleRow, Settings
 
 from .measurement.live import speed_ratio, summarise, tokens_per_s
 from .models import ModelPool
+from .objective import Objective
 from .replay import Replay
-from .selection import recommend, speedup_of, verdict
+from .selection import recommend, verdict
 from .study import SAMPLER
 from .trace import Trace, text_logits
 
@@ -117,40 +118,51 @@ def _notes(points: Sequence[FrontPoint]) -> list[str]:
     return notes
 
 
-def schedule(recommended: FrontPoint, records: Sequence[TrialRecord]) -> tuple[ScheduleRow, ...]:
-    """Draft length by batch size: the recommended one where it was measured; at other tuned sizes that of the fastest
-    trial that differs from it in the draft length alone, and plain where none is predicted to be faster."""
+def schedule(
+    recommended: FrontPoint, objective: Objective, batches: Sequence[int], max_quality_loss: float
+) -> tuple[ScheduleRow, ...]:
+    """Draft length by batch size, of the recommended settings: as measured at their own size; at the other tuned sizes the
+    length that the cost table says is the fastest within the limit of loss.
+
+    Never slower than plain, so far as can be told: a speed-up is taken down by as much as the prediction was too high where
+    it was measured, and what is then not over 1 is plain. Sizes between two tuned ones go by the larger, where drafting
+    pays less; sizes past the last one are plain.
+    """
+    assert recommended.measured is not None
+    own = recommended.settings
+    trust = min(recommended.measured.speedup.value / recommended.predicted.speedup, 1.0)
     rows: list[ScheduleRow] = []
-    last = 0
-    for batch in sorted({record.batch_size for record in records}):
-        length = recommended.settings.draft_length
-        if batch != recommended.batch_size:
-            like = [
-                record
-                for record in records
-                if record.batch_size == batch
-                and record.state == "complete"
-                and record.predicted
-                and _same_but_length(record.settings, recommended.settings)
-            ]
-            best = max(like, key=speedup_of, default=None)
-            length = best.settings.draft_length if best and speedup_of(best) > 1 else 0
-        rows.append(ScheduleRow(batch=(last + 1, batch), draft_length=length))
-        last = batch
+    for batch in sorted(batches):
+        length = own.draft_length
+        if length and batch != recommended.batch_size:
+            length = _best_length(own, objective, batch, trust, max_quality_loss)
+        rows.append(ScheduleRow(batch=(rows[-1].batch[1] + 1 if rows else 1, batch), draft_length=length))  # type: ignore[operator]
     return tuple(rows)
 
 
-def _same_but_length(one: Settings, other: Settings) -> bool:
-    drop = {"draft_length", "schedule"}
-    return one.model_dump(exclude=drop) == other.model_dump(exclude=drop)
+def _best_length(own: Settings, objective: Objective, batch: int, trust: float, max_quality_loss: float) -> int:
+    best, fastest = 0, 1.0
+    for length in range(1, objective.meter.max_draft_length + 1):
+        try:
+            found = objective.evaluate(own.model_copy(update={"draft_length": length, "schedule": ()}), batch)
+        except ValueError:  # a figure that is not finite
+            continue
+        speedup = trust * found.predicted.speedup
+        if speedup > fastest and found.replayed.perplexity_ratio <= 1 + max_quality_loss:
+            best, fastest = length, speedup
+    return best
 
 
-def build_profile(manifest: RunManifest, here: Here, confirmed: Confirmed, records: Sequence[TrialRecord]) -> Profile:
-    """The profile of the recommended point."""
+def build_profile(
+    manifest: RunManifest, here: Here, confirmed: Confirmed, records: Sequence[TrialRecord], objective: Objective
+) -> Profile:
+    """The profile of the recommended point, with the schedule that `objective` makes of it."""
     point = confirmed.recommended
     assert point.measured is not None
     lossless = next((other for other in confirmed.front.points if other.kind == "lossless" and other.measured), None)
     states = [record.state for record in records]
+    batches = sorted({record.batch_size for record in records})
+    rows = schedule(point, objective, batches, confirmed.front.max_quality_loss)
     measured = point.measured
     evidence = Evidence(
         batch_size=point.batch_size,
@@ -175,7 +187,7 @@ def build_profile(manifest: RunManifest, here: Here, confirmed: Confirmed, recor
         match=MatchFields(
             device=here.device, target=here.target, draft=here.draft, tokenizer_sha256=here.tokenizer_sha256, versions=kept
         ),
-        settings=point.settings.model_copy(update={"schedule": schedule(point, records)}),
+        settings=point.settings.model_copy(update={"schedule": rows}),
         evidence=evidence,
         provenance=Provenance(
             versions=manifest.versions,

@@ -11,6 +11,7 @@ import torch
 from lossyspec.decoder import Decoder, identify_here
 from lossyspec.drafting import Draft
 from lossyspec.drafts import NGRAM, LoadedDraft, LoadedHead, TargetItself, load_draft, names_head, names_self
+from lossyspec.kv_cache import numbers_per_token
 from lossyspec.loading import LoadedModel, load
 from lossyspec.profile import Here
 from lossyspec.records import BlockRecord
@@ -88,7 +89,7 @@ class ModelPool:
                 )
             else:
                 total += WEIGHT_BYTES[own] * model.weights
-                total += CACHE_BYTES[own] * batch * context * _kv_numbers(model.model)
+                total += CACHE_BYTES[own] * batch * context * numbers_per_token(model.model.config)
         return round(total)
 
     def run_settings(
@@ -184,11 +185,3 @@ def _until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
         if token in eos_ids:
             return tokens[: place + 1]
     return tokens
-
-
-def _kv_numbers(model: Any) -> int:
-    """Numbers that one token adds to the cache."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * width

@@ -43,7 +43,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Quality and flow of one configuration on one trace. log_ratio: (N,) nats of each text against the reference."""
+    """Quality and flow of one configuration on one trace. log_ratio: (N,) nats of each text against the reference.
+    tv_spread: see `lossyspec.records.Quality`."""
 
     flow: Flow
     log_ratio: Floats
@@ -51,6 +52,7 @@ class Replayed:
     tv: float | None
     kl_forward: float | None
     kl_reverse: float | None
+    tv_spread: float | None = None
 
     @property
     def perplexity_ratio(self) -> float:
@@ -118,13 +120,15 @@ class Replay:
             log_ratio = (recursion.drafted_at * regret).sum((1, 2))
         else:
             log_ratio = (self._reference * self.mask).sum(1) - recursion.log_likelihood
+        variation = self._sums(recursion, sides, lambda answer: answer.tv)
         return Replayed(
             self._flow(recursion, settings, sides),
             log_ratio,
             self.tokens,
-            self._mean(recursion, sides, lambda answer: answer.tv),
-            self._mean(recursion, sides, lambda answer: answer.kl_forward),
-            self._mean(recursion, sides, lambda answer: answer.kl_reverse),
+            self._mean(variation),
+            self._mean(self._sums(recursion, sides, lambda answer: answer.kl_forward)),
+            self._mean(self._sums(recursion, sides, lambda answer: answer.kl_reverse)),
+            self._spread(variation),
         )
 
     # who drafts
@@ -187,14 +191,26 @@ class Replay:
 
     # what comes of it
 
-    def _mean(self, recursion: Recursion, sides: Sides, value: Callable[[Answer], torch.Tensor | None]) -> float | None:
-        """Mean over emitted positions, where the relaxed law rules at a share of them; None if not known or not finite."""
+    def _sums(self, recursion: Recursion, sides: Sides, value: Callable[[Answer], torch.Tensor | None]) -> Floats | None:
+        """(N,) sum over each text's positions, where the relaxed law rules at a share of them; None if not known or not
+        finite."""
         if any(value(answer) is None for side in sides.all for answer in side.answers):
             return None
         padded = sides.over(lambda side: [part for answer in side.answers if (part := value(answer)) is not None])
         share = recursion.drafted_at
-        total = float(np.where(share > 0, padded, 0.0).ravel() @ share.ravel())
-        return max(total / float(self.tokens.sum()), 0.0) if math.isfinite(total) else None
+        sums: Floats = (np.where(share > 0, padded, 0.0) * share).sum((1, 2))
+        return sums if bool(np.isfinite(sums).all()) else None
+
+    def _mean(self, sums: Floats | None) -> float | None:
+        """Of emitted positions."""
+        return None if sums is None else max(float(sums.sum() / self.tokens.sum()), 0.0)
+
+    def _spread(self, sums: Floats | None) -> float | None:
+        """s where the mean of n positions has a standard deviation of s / sqrt(n), from how texts differ; None for one."""
+        if sums is None or len(sums) < 2:
+            return None
+        apart = sums - self.tokens * float(sums.sum() / self.tokens.sum())
+        return float(np.sqrt((apart**2).sum() / self.tokens.sum()))
 
     def _flow(self, recursion: Recursion, settings: Settings, sides: Sides) -> Flow:
         """Expected rounds, and how many tokens are drafted in each, weighed by where rounds begin."""
@@ -264,4 +280,5 @@ class Replay:
             kl_forward=result.kl_forward,
             kl_reverse=result.kl_reverse,
             certificate=certificate(settings),
+            tv_spread=result.tv_spread,
         )

@@ -142,7 +142,7 @@ class Search:
                 "notes": (*manifest.notes, *confirmed.notes),
             }
         )
-        return self._write(folder, manifest, study.records, confirmed)
+        return self._write(folder, manifest, study.records, confirmed, objective)
 
     def _timed(self, name: str, step: Callable[[], Any]) -> Any:
         began = monotonic()
@@ -275,11 +275,16 @@ class Search:
     # the end
 
     def _write(
-        self, folder: RunFolder, manifest: RunManifest, records: Sequence[TrialRecord], confirmed: Confirmed
+        self,
+        folder: RunFolder,
+        manifest: RunManifest,
+        records: Sequence[TrialRecord],
+        confirmed: Confirmed,
+        objective: Objective,
     ) -> Result:
         front = confirmed.front
         folder.write_front(front)
-        profile = build_profile(manifest, self.pool.here(), confirmed, records)
+        profile = build_profile(manifest, self.pool.here(), confirmed, records, objective)
         profile = write_profile(folder.profile, profile)
         assert profile.id is not None
         kept = user_profile_folder() / f"{profile.match.device.name}-{profile.task}-{profile.id[7:15]}.json"

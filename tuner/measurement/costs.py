@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lossyspec.decoding import Job, decode
+from lossyspec.decoding import decode
 from lossyspec.drafting import CompactDraft, Draft, NgramDraft, Proposal, Request, StatelessDraft
 from lossyspec.errors import ConfigurationError
 from lossyspec.records import write_text
+from lossyspec.rows import Job
 from lossyspec.runner import Runner
+from lossyspec.sampling import Choice
 from lossyspec.settings import MAX_DRAFT_LENGTH, Attention, Precision, Sampling, Settings, format_of, make_settings
 from lossyspec.stats import Stats
 from lossyspec.stopping import Stopping
@@ -47,7 +49,7 @@ class _Scripted(StatelessDraft):
         length = self.lengths[self.round]
         self.round += 1
         tokens = torch.randint(
-            self.vocab_size, (len(request.prefixes), length), generator=request.generator, device=self.device
+            self.vocab_size, (len(request.prefixes), length), generator=request.choices[0].generator, device=self.device
         )
         return Proposal(tokens, [length] * len(request.prefixes), None, 0)
 
@@ -207,9 +209,10 @@ class CostMeter:
         """Median seconds of drafting at most 0, 1, .. tokens by n-gram in each row of a batch."""
         if batch not in self.table.lookup_s:
             rows, medians = self._rows(batch, self.table.context), [0.0]
+            choice = Choice(self.sampling, torch.Generator())
             draft = NgramDraft()
             for length in range(1, self.max_draft_length + 1):
-                request = Request(rows, [length] * batch, Settings(draft_length=length), self.sampling, torch.Generator())
+                request = Request(rows, [length] * batch, Settings(draft_length=length), [choice] * batch)
                 samples = []
                 for _ in range(_JUDGE_REPEATS):
                     began = self.clock()

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lossyspec.decoder import Completion, Decoder
+from lossyspec.answers import Completion
+from lossyspec.decoder import Decoder
 from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.settings import Settings
 
