@@ -409,6 +409,7 @@ def test_any_order_of_events_leaves_every_answer_a_prefix_of_its_own(
     assert not batcher._running and not batcher._waiting and not batcher._batch.rows
 
 
+@torch.inference_mode()
 def stored(cache: RowCache, value: float, starts: Sequence[int]) -> None:
     """Writes one entry of `value` in each row."""
     cache.place(list(starts), 1, torch.device("cpu"))
