@@ -395,6 +395,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) 
         "recovery",
         "adaptive",
         "guard",
+        "attention",
     }
     assert list(tmp_path.iterdir()) == []
 

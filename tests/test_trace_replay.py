@@ -368,7 +368,7 @@ def test_lossy_perplexity_with_an_ngram_draft_is_that_of_the_full_distributions(
     settings = settings_of(False, **values)
     wanted = direct_log_ratio(pair, getattr(pair, texts), settings)
     replayed = replays[False, texts].run(settings)
-    np.testing.assert_allclose(replayed.log_ratio, wanted, atol=2e-4)  # fp32 passes with and without a cache
+    np.testing.assert_allclose(replayed.log_ratio, wanted, atol=2e-4, rtol=5e-4)  # fp32 passes with and without a cache
     assert replayed.perplexity_ratio == pytest.approx(math.exp(wanted.sum() / getattr(pair, texts).tokens), abs=1e-5)
 
 
