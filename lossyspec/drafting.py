@@ -225,7 +225,7 @@ def draw_round(
     a step. live: the rows that draft at all. A row stops at its limit, and before a position of a confidence under theta.
     """
     rows, width = len(request.prefixes), max(request.limits, default=0)
-    greedy = torch.tensor([choice.greedy for choice in request.choices], device=device)
+    greedy = [choice.greedy for choice in request.choices]
     drafted = torch.zeros(rows, width, dtype=torch.long, device=device)
     lengths, drawn_from, steps = [0] * rows, [], 0
     for column in range(width):
@@ -237,12 +237,14 @@ def draw_round(
         live = [live[row] and confident[row] and column < limit for row, limit in enumerate(request.limits)]
         if not any(live):
             break
-        chosen = q.argmax(-1)
-        if not request.greedy:
+        if request.greedy:
+            chosen = q.argmax(-1)
+        else:
             counts = [int(alive and not choice.greedy) for alive, choice in zip(live, request.choices, strict=True)]
             # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
-            drawn = draw(q, uniforms(request.choices, counts, device)[:, 0]).clamp_max(q.shape[-1] - 1)
-            chosen = torch.where(greedy, chosen, drawn)
+            chosen = draw(q, uniforms(request.choices, counts, device)[:, 0]).clamp_max(q.shape[-1] - 1)
+            if any(greedy):
+                chosen = torch.where(torch.tensor(greedy, device=device), q.argmax(-1), chosen)
         drafted[:, column] = chosen if support is None else support[chosen]
         drawn_from.append(q)
         lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]

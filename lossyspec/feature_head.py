@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .norms import rms_norm
+
 _EPSILON = 1e-6
 
 
@@ -32,7 +34,7 @@ class HeadShape:
 
 def unit_rms(values: Tensor) -> Tensor:
     """Rows scaled to a root mean square of 1: the target's final norm has large weights, which the input must not carry."""
-    return F.rms_norm(values, values.shape[-1:], eps=_EPSILON)
+    return rms_norm(values, None, _EPSILON)
 
 
 class _Block(nn.Module):
@@ -50,7 +52,7 @@ class _Block(nn.Module):
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, heads, n, size), keys and values (B, kv_heads, n, size) of x (B, n, width)."""
-        q, k, v = self.qkv(self.norm_attention(x)).split(
+        q, k, v = self.qkv(rms_norm(x, self.norm_attention.weight, _EPSILON)).split(
             [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size], dim=-1
         )
         q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (q, k, v))
@@ -59,7 +61,7 @@ class _Block(nn.Module):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the block, from attended values (B, heads, n, size)."""
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.norm_mlp(x)).chunk(2, dim=-1)
+        gate, up = self.gate_up(rms_norm(x, self.norm_mlp.weight, _EPSILON)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
@@ -100,7 +102,7 @@ class FeatureHead(nn.Module):
 
     def output(self, x: Tensor) -> Tensor:
         """The network's own feature (B, n, hidden) from the last block."""
-        return self.to_hidden(self.norm(x))
+        return self.to_hidden(rms_norm(x, self.norm.weight, _EPSILON))
 
     def logits(self, feature: Tensor, rows: Tensor) -> Tensor:
         """(B, n, vocab) from features and the target's output rows (vocab, hidden)."""

@@ -56,6 +56,7 @@ class FeatureDraft:
         if packed:
             _pack(self.head)
         self._cache = RowCache(head.shape.layers, 0)
+        self._rope = (weight.new_zeros(1, 1, 0, 0), weight.new_zeros(1, 1, 0, 0))
         self._features = weight.new_zeros(0)
         self._known: list[int] = []
         self._prompts: list[list[int]] = []
@@ -148,16 +149,26 @@ class FeatureDraft:
         """The head over n entries of each row, written from slot starts[i]; returns (batch, n, hidden)."""
         count = tokens.shape[1]
         self._cache.place(starts, count, self.device)
-        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
-        slots = torch.arange(self._cache.extent, device=self.device)
-        visible = (slots <= positions[..., None])[:, None]
+        rope, visible = self._places(starts, count)
         x = self.head.entry(F.embedding(tokens, self.embeddings), features)
-        rope = self.head.rope(positions, x.dtype)
         for layer, block in enumerate(self.head.blocks):
             q, k, v = block.project(x, rope)  # type: ignore[operator]
             keys, values = self._cache.update(k, v, layer)
             x = block.finish(x, F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=True))  # type: ignore[operator]
         return self.head.output(x)
+
+    def _places(self, starts: list[int], count: int) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """Rotary positions of the entries, and what each may see (batch, 1, n, extent); None: everything."""
+        extent, first = self._cache.extent, self._cache.uniform_start
+        if self._rope[0].shape[2] < extent:
+            every = torch.arange(self._cache.capacity, device=self.device)
+            self._rope = self.head.rope(every[None], self.embeddings.dtype)
+        cos, sin = self._rope
+        if first is not None and count == 1:
+            return (cos[:, :, first:extent], sin[:, :, first:extent]), None
+        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        visible = torch.arange(extent, device=self.device) <= positions[..., None]
+        return (cos[0, 0, positions].unsqueeze(1), sin[0, 0, positions].unsqueeze(1)), visible.unsqueeze(1)
 
     def _logits(self, feature: Tensor) -> Tensor:
         """fp32 logits (.., S) over the support."""
