@@ -1,6 +1,6 @@
 """Each safety net by itself and all together at one alpha: perplexity ratio and TV by exact likelihood, speed-up live.
 
-Quality comes from the trace of a run (both halves of its workload), speed from blocks of the confirmation half with plain
+Quality comes from the trace of a run (texts of the target for both halves, and the references), speed from blocks of the confirmation half with plain
 decoding, interleaved. The last column is the share of relaxed tokens at the start of a sentence.
 """
 
