@@ -1,7 +1,8 @@
 """Each safety net by itself and all together at one alpha: perplexity ratio and TV by exact likelihood, speed-up live.
 
-Quality comes from the trace of a run (texts of the target for both halves, and the references), speed from blocks of the confirmation half with plain
-decoding, interleaved. The last column is the share of relaxed tokens at the start of a sentence.
+Quality comes from the trace of a run (the target's own texts for both halves of the workload, and the references), speed
+from blocks of the confirmation half with plain decoding, interleaved. The last but one column is the share of relaxed
+tokens at the start of a sentence.
 """
 
 from __future__ import annotations
