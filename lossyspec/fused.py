@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from .attention import Reader, attend
 from .kv_cache import RowCache, layer_types
+from .norms import rms_norm
 
 logger = logging.getLogger("lossytune")
 
@@ -57,24 +57,9 @@ class RootMeanSquare:
     epsilon: float
     narrow: bool = False
 
-    @cached_property
-    def _short(self) -> tuple[Tensor, Tensor] | None:
-        """torch's CPU norm is a chain of six small operations; ||x|| and sqrt(width epsilon) as the sides of a triangle are
-        half as many."""
-        if self.weight.device.type != "cpu" or self.weight.dtype != torch.float32:
-            return None
-        width = self.weight.shape[0]
-        return self.weight * width**0.5, self.weight.new_tensor((width * self.epsilon) ** 0.5)
-
     def __call__(self, x: Tensor) -> Tensor:
         """x: (.., width)."""
-        if self._short is None:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.epsilon)
-        scaled, side = self._short
-        unit = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32), side)
-        if not self.narrow:
-            return unit.mul_(scaled)
-        return torch.mul(unit, scaled, out=torch.empty_like(unit, dtype=torch.bfloat16))
+        return rms_norm(x, self.weight, self.epsilon, self.narrow)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,15 @@ def _root(epsilon: float) -> Tensor:
         return torch.tensor(epsilon**0.5)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """x (.., width) over its root mean square, times the weight. In x's dtype."""
-    if x.device.type != "cpu":
-        return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, narrow: bool = False) -> Tensor:
+    """x (.., width) over its root mean square, times the weight, in the wider dtype of both. narrow: with an fp32 weight, in
+    bf16 and without a gradient."""
+    if x.device.type != "cpu" or (weight is not None and weight.dtype != torch.float32):
+        result = F.rms_norm(x, x.shape[-1:], weight, epsilon)
+        return result.bfloat16() if narrow else result
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     # mean square plus epsilon, as the two sides of a triangle
     unit = x / torch.hypot(norm * x.shape[-1] ** -0.5, _root(epsilon))
-    return (unit if weight is None else unit * weight).to(x.dtype)
+    if weight is None:
+        return unit.to(x.dtype)
+    return torch.mul(unit, weight, out=torch.empty_like(unit, dtype=torch.bfloat16)) if narrow else unit * weight
