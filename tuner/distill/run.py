@@ -124,7 +124,7 @@ class Distillation:
         model = self.loaded.model
         embeddings = model.get_input_embeddings().weight.detach()
         output_rows = model.get_output_embeddings().weight.detach()
-        tokens = sum(Shard.load(path).tokens.numel() for path in used)
+        tokens = sum(Shard.load(path, features=False).tokens.numel() for path in used)
         recipe = Recipe(
             depths=self.config.depths,
             rate=self.config.rate,

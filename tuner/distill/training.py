@@ -201,7 +201,7 @@ def covered(shards: Sequence[Path], token_map: Tensor, vocab_size: int) -> float
 def _counts(shards: Sequence[Path], vocab_size: int) -> Tensor:
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for path in shards:
-        shard = Shard.load(path)
+        shard = Shard.load(path, features=False)
         counts += torch.bincount(shard.tokens[~shard.forced].long(), minlength=vocab_size)
     return counts
 
