@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
 from lossyspec.runner import Runner
-from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, load_archive, write_streams
+from lossyspec.tuner.distill.data import (
+    ChatFrame,
+    Shard,
+    _Turns,
+    chat_frame,
+    load_archive,
+    read_openings,
+    write_streams,
+)
 from lossyspec.tuner.distill.loss import laws_loss, overlap
 from lossyspec.tuner.distill.muon import Muon, orthogonalised
 from lossyspec.tuner.distill.payoff import best_length
@@ -68,6 +77,27 @@ def test_the_frame_of_a_template_and_its_forced_tokens() -> None:
     taken = [turns.next([20, 1]), turns.next([21, 50]), turns.next([1, 50]), turns.next([60, 22])]
     assert [part[0] for part in taken] == [[20, 1], [21, w(2)], [1, w(1)], [w(2), 22]]
     assert [part[1] for part in taken] == [[False, False], [False, True], [False, True], [True, False]]
+
+
+def test_every_other_message_of_a_user_begins_as_it_is_told_to() -> None:
+    frame = ChatFrame([3], [4, 5], [6, 7], frozenset({1}))
+    turns = _Turns(frame, 200, [[30, 31], [40]], seed=1)
+    first = [tuple(queue) for queue in turns.pending]
+    assert set(first) == {(), (30, 31), (40,)} and 70 < first.count(()) < 130
+    assert first == [tuple(queue) for queue in _Turns(frame, 200, [[30, 31], [40]], seed=1).pending]
+    row = first.index((30, 31))
+    taken = [turns.next([50] * 200) for _ in range(3)]
+    assert [part[0][row] for part in taken] == [30, 31, 50] and [part[1][row] for part in taken] == [True, True, False]
+    turns.next([1] * 200)  # the message ends: the way to the answer is the template's alone
+    assert {tuple(queue) for queue in turns.pending} == {(5,)}
+    turns.next([50] * 200)
+    turns.next([1] * 200)
+    assert {tuple(queue) for queue in turns.pending} == {(7,), (7, 30, 31), (7, 40)}
+
+
+def test_openings_are_lines_with_marked_breaks() -> None:
+    assert read_openings("Write a \n\nComplete:\\n\\ndef \n") == ["Write a", "Complete:\n\ndef"]
+    assert len(read_openings(files("lossyspec.tuner").joinpath("data", "openings.txt").read_text())) > 100
 
 
 def test_training_raises_the_overlap() -> None:

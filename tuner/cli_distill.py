@@ -25,6 +25,12 @@ from .config import parse_duration_s
     default=None,
     help="streams.safetensors of an earlier distillation: its streams are read again instead of written. [default: none]",
 )
+@click.option(
+    "--openings",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Text with how users' messages may begin, one a line: half of those that the target writes do. [default: built in]",
+)
 @click.option("--tokens", type=int, default=300_000, help="Tokens that the target writes.")
 @click.option("--budget", default=None, help="Wall-clock time: 10m, 2h. [default: none]")
 @click.option("--from", "start", type=click.Path(path_type=Path), default=None, help="A head to go on from. [default: none]")

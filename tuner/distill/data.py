@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from lossyspec.sampling import draw
 
 #: streams of an archive that are read at a time
 _READ_ROWS = 16
+#: share of the users' messages that the target begins itself
+_FREE = 0.5
 _SENTINELS = ("\ue000", "\ue001", "\ue002")
 
 
@@ -86,13 +89,29 @@ class Shard:
             return Shard(tokens, forced, stored.get_tensor("features") if features else _no_features(tokens))
 
 
-class _Turns:
-    """Which tokens of each row are forced: after the end of a turn, the template's way to the next one."""
+def read_openings(text: str) -> list[str]:
+    """How a user's message may begin, one a line; a backslash and an n stand for a line break. Spaces at the end are left
+    out: tokens begin with theirs."""
+    return [line.rstrip(" ").replace("\\n", "\n") for line in text.splitlines() if line.strip()]
 
-    def __init__(self, frame: ChatFrame, rows: int) -> None:
+
+class _Turns:
+    """Which tokens of each row are forced: after the end of a turn, the template's way to the next one, and how a user's
+    message begins.
+
+    openings: token ids of such beginnings; every other message, at random by `seed`, gets one of them.
+    """
+
+    def __init__(self, frame: ChatFrame, rows: int, openings: Sequence[list[int]] = (), seed: int = 0) -> None:
         self.frame = frame
-        self.pending: list[list[int]] = [[] for _ in range(rows)]
+        self.openings, self._random = openings, Random(seed)
+        self.pending = [self._opening() for _ in range(rows)]
         self.answering = [False] * rows
+
+    def _opening(self) -> list[int]:
+        if not self.openings or self._random.random() < _FREE:
+            return []
+        return list(self._random.choice(self.openings))
 
     def next(self, sampled: Sequence[int]) -> tuple[list[int], list[bool]]:
         """The tokens that the rows really take, and which of them were forced."""
@@ -104,7 +123,7 @@ class _Turns:
                 forced.append(True)
                 continue
             if token in self.frame.ends:
-                way = self.frame.to_user if self.answering[row] else self.frame.to_answer
+                way = [*self.frame.to_user, *self._opening()] if self.answering[row] else self.frame.to_answer
                 self.answering[row] = not self.answering[row]
                 token, self.pending[row] = (way or [token])[0], list(way[1:])
             taken.append(token)
@@ -121,15 +140,18 @@ def write_streams(
     temperatures: tuple[float, float],
     seed: int,
     progress: Callable[[], None] = lambda: None,
+    openings: Sequence[list[int]] = (),
 ) -> Shard:
-    """One shard of `rows` streams of `length` tokens after the opening, each at its own temperature."""
+    """One shard of `rows` streams of `length` tokens after the frame's opening, each at its own temperature. openings: see
+    `_Turns`."""
     generator = torch.Generator(device=target.device)
     generator.manual_seed(seed)
     opening = [frame.opening] * rows
     target.start(opening, len(frame.opening) + length + 1)
     spread = torch.rand(rows, 1, generator=generator, device=target.device)
     heat = temperatures[0] + spread * (temperatures[1] - temperatures[0])
-    turns, current = _Turns(frame, rows), torch.tensor([prompt[-1:] for prompt in opening], device=target.device)
+    turns = _Turns(frame, rows, openings, seed)
+    current = torch.tensor([prompt[-1:] for prompt in opening], device=target.device)
     tokens, forced, features = [], [], []
     was_forced = [True] * rows
     for step in range(length):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,7 +24,16 @@ from lossyspec.settings import Model, validation_message
 from lossyspec.versions import versions
 
 from ..progress import Reporter
-from .data import Shard, chat_frame, load_archive, read_conversations, save_archive, with_features, write_streams
+from .data import (
+    Shard,
+    chat_frame,
+    load_archive,
+    read_conversations,
+    read_openings,
+    save_archive,
+    with_features,
+    write_streams,
+)
 from .loss import overlap
 from .payoff import payoff
 from .training import Recipe, Trainer, batches, covered, frequent_tokens
@@ -40,11 +50,12 @@ _PATIENCE = 4  # evaluations without a rise that end the training
 
 class DistillConfig(Model):
     """What a distillation was asked for. budget_s None: no limit. rows, length: streams of a shard. start: a head to go on
-    from; its sizes and its token map hold then."""
+    from; its sizes and its token map hold then. openings: see `read_openings`; None: those that come with the tuner."""
 
     target: str = "embedded"
     data: Path | None = None
     streams: Path | None = None
+    openings: Path | None = None
     tokens: int = Field(300_000, ge=1_000)
     budget_s: float | None = None
     start: Path | None = None
@@ -150,7 +161,7 @@ class Distillation:
         place = self.folder / "shards"
         if self.config.data is not None:
             return self._traffic(place)
-        frame = chat_frame(self.loaded.tokenizer, self.decoder.eos_ids)
+        frame, openings = chat_frame(self.loaded.tokenizer, self.decoder.eos_ids), self._openings()
         size = self.config.rows * self.config.length
         wanted = max(_HELD_OUT + 1, -(-self.config.tokens // size))
         have = sorted(place.glob("*.safetensors"))
@@ -171,6 +182,7 @@ class Distillation:
                     self.config.temperatures,
                     self.config.seed + 1000 + index,
                     step.advance,
+                    openings,
                 )
                 shard.save(place / f"{index:05d}.safetensors")
                 self.reporter.say(f"shard {index + 1} of {wanted}: {size / (monotonic() - began):.0f} tokens/s")
@@ -179,6 +191,18 @@ class Distillation:
         shards = sorted(place.glob("*.safetensors"))
         save_archive(shards, self.folder / ARCHIVE)
         return shards
+
+    def _openings(self) -> list[list[int]]:
+        """Token ids of what users' messages may begin with; none for a target without turns."""
+        if self.loaded.tokenizer.chat_template is None and self.config.openings is None:
+            return []
+        source = self.config.openings or files("lossyspec.tuner").joinpath("data", "openings.txt")
+        try:
+            texts = read_openings(source.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as problem:
+            allowed = "allowed: a text in UTF-8 with one opening a line"
+            raise ConfigurationError(f"--openings {self.config.openings}: {problem}; {allowed}") from None
+        return [self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
     def _archive(self, place: Path, have: list[Path]) -> list[Path]:
         """Shards of streams that another distillation wrote; what is wanted beyond them is written anew."""
