@@ -1,7 +1,8 @@
-"""Lossless drafting by the target itself over a few blocks of its cache, over plain decoding, by context length.
+"""Lossless decoding over plain decoding by context length: with the target's own draft, or by the target itself over a few
+blocks of its cache.
 
 Batch 1, without prefill. Each block is another text, read once; on its cache the two ways take turns, A B B A.
-`--draft self:int4` drafts with the target's int4 weights over copies of its entries.
+`--draft self:int4` drafts with the target's int4 weights over copies of its entries; `--draft auto` with the head.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--precision", default="int4", choices=PRECISIONS)
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--draft", default="self")
-    parser.add_argument("--attention", default="b64-s1-w2-t4-draft")
+    parser.add_argument("--attention", default="b64-s1-w2-t4-draft", help="Of the draft self.")
     parser.add_argument("--draft-length", type=int, default=3)
     parser.add_argument("--contexts", default="2000,4000")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -57,8 +58,10 @@ def main() -> None:
         attention = Attention.named(options.attention)
     except ConfigurationError as problem:
         parser.error(str(problem))
-    if attention.side != "draft" or not names_self(options.draft):
-        parser.error(f"draft is {options.draft}, attention {options.attention}; needed: self, and the side draft")
+    if not names_self(options.draft):
+        attention = Attention()
+    elif attention.side != "draft":
+        parser.error(f"attention is {options.attention}; the draft self needs the side draft")
     target = load(options.target, options.precision)
     decoder = Decoder(target, load_draft(options.draft, target, options.precision))
     precision = Precisions(target=options.precision, draft=options.precision)
@@ -66,7 +69,7 @@ def main() -> None:
         Settings(draft_length=0, precision=precision),
         Settings(rule="exact", draft_length=options.draft_length, precision=precision, attention=attention),
     ]
-    print(f"{options.precision}, draft {options.draft}, {options.attention}, {options.draft_length} drafted, batch 1")
+    print(f"{options.precision}, draft {options.draft}, {attention.name}, {options.draft_length} drafted, batch 1")
     for context in map(int, options.contexts.split(",")):
         counts: list[list[list[float]]] = [[], []]
         seconds: list[list[list[float]]] = [[], []]
@@ -82,7 +85,7 @@ def main() -> None:
         interval = ratio_interval(counts[1], seconds[1], counts[0], seconds[0])
         tokens = sum(run[0] for run in counts[1])
         print(
-            f"{context:6} tokens: plain {speeds[0]:5.1f} tokens/s, self {speeds[1] / speeds[0]:.3f}x {interval}; "
+            f"{context:6} tokens: plain {speeds[0]:5.1f} tokens/s, lossless {speeds[1] / speeds[0]:.3f}x {interval}; "
             f"{accepted / max(drafted, 1):.0%} accepted, {tokens / rounds:.2f} tokens a round; "
             f"the same text as plain in {same} of {options.blocks} blocks",
             flush=True,

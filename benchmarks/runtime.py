@@ -10,18 +10,51 @@ import argparse
 import resource
 import subprocess
 import sys
+from pathlib import Path
+from time import perf_counter
+
+from common import Run, line, play
 
 from lossyspec.prompts import prompt_ids
+from lossyspec.records import BlockRecord
 from lossyspec.settings import PRECISIONS, QUANTISED, Precision, Precisions, Sampling, Settings
 from lossyspec.tuner.config import SearchConfig
-from lossyspec.tuner.measurement.live import Contestant, measure_blocks, speed_ratio, tokens_per_s
+from lossyspec.tuner.measurement.live import tokens_per_s
 from lossyspec.tuner.models import ModelPool
-from lossyspec.tuner.stages import named
 from lossyspec.tuner.workloads import load_workload
 
 
 def settings_of(precision: Precision, draft_length: int) -> Settings:
     return Settings(draft_length=draft_length, precision=Precisions(target=precision))
+
+
+def llama_cpp(path: Path, sampling: Sampling, tokens: int) -> Run:
+    """llama.cpp through llama-cpp-python, which the project does not need otherwise: plain decoding of a GGUF file, on as
+    many threads as torch has; each prompt is read anew."""
+    import torch
+    from llama_cpp import Llama
+
+    threads = torch.get_num_threads()
+    model = Llama(str(path), n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def run(prompts: list[list[int]], seed: int) -> BlockRecord:
+        (prompt,) = prompts
+        model.reset()
+        model.set_seed(seed)
+        began, output = perf_counter(), []
+        stream = model.generate(
+            prompt, top_k=0, top_p=1.0, min_p=0.0, temp=sampling.temperature, repeat_penalty=1.0, reset=True
+        )
+        for token in stream:
+            output.append(token)
+            if token == model.token_eos() or len(output) == tokens:
+                break
+        return BlockRecord(
+            block=0, forward=True, contestant="", batch_size=1, tokens=len(output), total_s=perf_counter() - began,
+            decode_s=None, rounds=None, first_token_s=None, outputs=(tuple(output),),
+        )  # fmt: skip
+
+    return run
 
 
 def main() -> None:
@@ -35,11 +68,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--task", default="dialogue")
+    parser.add_argument("--llama-cpp", type=Path, help="GGUF file that llama.cpp plays with; needs llama-cpp-python.")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     wanted: list[Precision] = options.precision.split(",")
     if unknown := sorted(set(wanted) - set(PRECISIONS)):
         parser.error(f"precision is {', '.join(unknown)}; allowed: {', '.join(PRECISIONS)}")
+    if options.llama_cpp and options.batch != 1:
+        parser.error(f"--llama-cpp decodes one text at a time; --batch is {options.batch}, allowed: 1")
     pool = ModelPool(SearchConfig(target=options.target, draft=options.draft), lambda text: None)
     lengths = [length for length in map(int, options.draft_length.split(",")) if length]
     sampling = Sampling(temperature=options.temperature)
@@ -62,17 +98,17 @@ def main() -> None:
             runs[f"transformers {precision}, prompt lookup"] = pool.run_transformers(
                 precision, sampling, options.tokens, prompt_lookup_num_tokens=10
             )
-    done = measure_blocks(
-        [Contestant(name, options.batch, named(name, run)) for name, run in runs.items()],
-        prompts, budget_s=0, min_blocks=options.blocks, max_blocks=options.blocks, seed=0,
-        on_run=lambda record: None, stop=lambda: False,
-    )  # fmt: skip
+    if options.llama_cpp:
+        runs["llama.cpp"] = llama_cpp(options.llama_cpp, sampling, options.tokens)
+    done = play(runs, prompts, options.blocks, options.batch)
     speeds = {name: tokens_per_s(done, name, end_to_end=True) for name in runs}
     base = max((f"transformers {precision}" for precision in dense), key=lambda name: speeds[name])
-    print(f"{options.blocks} blocks of batch {options.batch}, temperature {options.temperature}; ratios are over {base}")
-    for name, speed in speeds.items():
-        ratio = speed_ratio(done, name, base, end_to_end=True)
-        print(f"{name:36} {speed:7.1f} tokens/s  {ratio.value:.3f} ({ratio.ci95[0]:.3f}-{ratio.ci95[1]:.3f})", flush=True)
+    print(f"{options.blocks} blocks of batch {options.batch}, temperature {options.temperature}, with prefill")
+    for name in runs:
+        print(line(done, name, base), flush=True)
+    if options.llama_cpp:
+        for name in runs:
+            print(line(done, name, "llama.cpp"), flush=True)
     for precision in wanted:
         for length in (0, *lengths):
             made = pool.decoder(precision).generate_ids(
