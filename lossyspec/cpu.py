@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
+import sys
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -158,3 +160,9 @@ def _cgroup_folders(root: Path, controller: str, notes: list[str]) -> list[Path]
         for top in dict.fromkeys((names, controller) if names else ("", "unified")):
             folders += [(root / "sys/fs/cgroup" / top).joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
     return folders
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

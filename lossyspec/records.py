@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from .errors import ConfigurationError
-from .settings import Model, Sampling, Settings, validation_message
+from .settings import Model, Precision, Sampling, Settings, validation_message
 
 Corpus = Literal["target_samples", "references", "greedy_text"]
 RecordT = TypeVar("RecordT", bound=Model)
@@ -180,6 +180,9 @@ class RunManifest(Model):
     energy: dict[str, str] | None = None  # method and scope of the blocks' joules, or the reason why there are none
     target_parameters: int | None = None  # numbers read in a pass of the target; None: not recorded
     draft_parameters: int | None = None
+    transformers_precision: Precision | None = (
+        None  # of its `generate` where plain decoding is quantised; None: not recorded
+    )
 
 
 def write_text(path: Path, text: str) -> None:

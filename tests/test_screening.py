@@ -14,6 +14,7 @@ from test_search_end_to_end import search, write_prompts
 import lossyspec.tuner.screening as screening
 from lossyspec.errors import ConfigurationError
 from lossyspec.runner import Runner
+from lossyspec.settings import PRECISIONS
 from lossyspec.tuner.screening import Times, left_out, measure
 from lossyspec.tuner.store import RunFolder
 
@@ -123,3 +124,23 @@ def test_transformers_runs_in_the_dense_format_that_is_fastest(monkeypatch: pyte
     found, plain_step_s = screening.screen(space, pool, "fp32")
     assert (pool.outside, plain_step_s) == ("bf16", 1.0)
     assert set(found) == {"bf16"}
+
+
+def test_named_precisions_leave_transformers_its_fastest_dense_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        screening, "measure", lambda reference, other: Times((1.0, 1.0), {"bf16": (0.5,), "fp16": (0.7,)}[other])
+    )
+    monkeypatch.setattr(screening, "supported_precisions", lambda info: dict.fromkeys(PRECISIONS))
+    loaded: set[str] = set()
+
+    def decoder(precision: str) -> Any:
+        loaded.add(precision)
+        return SimpleNamespace(target=precision)
+
+    pool: Any = SimpleNamespace(decoder=decoder, forget=loaded.discard)
+    hardware: Any = None
+    assert screening.fastest_dense(pool, hardware, ("fp32", "int4")) == "bf16"
+    assert loaded == {"fp32", "bf16"}
+    monkeypatch.setattr(screening, "supported_precisions", lambda info: {**dict.fromkeys(PRECISIONS), "bf16": "too old"})
+    assert screening.fastest_dense(pool, hardware, ("int4",)) == "fp16"
+    assert loaded == {"bf16", "fp16"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 
 from lossyspec.errors import ConfigurationError
+from lossyspec.hardware import HardwareInfo, supported_precisions
 from lossyspec.runner import Runner
 from lossyspec.settings import QUANTISED, Precision
 
@@ -92,6 +93,22 @@ def screen(space: SearchSpace, pool: ModelPool, reference: Precision) -> tuple[d
     dense = {name: each.other_s[0] / each.reference_s[0] for name, each in times.items() if name not in QUANTISED}
     pool.outside = min([reference, *dense], key=lambda name: dense.get(name, 1.0))
     return found | left_out(times), next((each.reference_s[0] for each in times.values()), None)
+
+
+def fastest_dense(pool: ModelPool, hardware: HardwareInfo, kept: Collection[Precision]) -> Precision:
+    """The dense format in which a plain step is shortest: transformers runs in it beside a quantised target. kept: those
+    that the search needs; of the others only the fastest stays in memory."""
+    usable = [name for name, reason in supported_precisions(hardware).items() if reason is None and name not in QUANTISED]
+    base = pool.decoder(usable[0]).target
+    steps: dict[Precision, float] = {usable[0]: 1.0}
+    for precision in usable[1:]:
+        times = measure(base, pool.decoder(precision).target)
+        steps[precision] = times.other_s[0] / times.reference_s[0]
+    best = min(steps, key=lambda name: steps[name])
+    for precision in steps:
+        if precision != best and precision not in kept:
+            pool.forget(precision)
+    return best
 
 
 def narrow(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,12 +11,13 @@ from typing import Any
 
 import psutil
 
+from lossyspec.cpu import peak_memory_bytes
 from lossyspec.drafts import AUTO, automatic
 from lossyspec.errors import ConfigurationError, EnvironmentProblem, NoFeasiblePoint
 from lossyspec.hardware import HardwareInfo, detect_hardware, device_name, supported_precisions, used_gpu
 from lossyspec.profile import Profile, user_profile_folder, write_profile
 from lossyspec.records import Front, RunManifest, TrialRecord
-from lossyspec.settings import PRECISIONS, Sampling
+from lossyspec.settings import PRECISIONS, QUANTISED, Sampling
 from lossyspec.versions import versions
 
 from .config import SearchConfig
@@ -27,7 +26,7 @@ from .models import ModelPool
 from .objective import Objective
 from .progress import Reporter
 from .replay import Replay
-from .screening import narrow
+from .screening import fastest_dense, narrow
 from .search_space import SearchSpace, build_space
 from .selection import to_confirm
 from .sparse_choices import narrow_attentions, offer
@@ -184,8 +183,11 @@ class Search:
         if self.resume:
             stored = unfinished_folder(self.out, self.config.task).manifest()
             self.space = self.space.as_stored(stored.space, stored.excluded)
+            self.pool.outside = stored.transformers_precision or self.pool.outside
         elif self.config.precisions is None:
             self.space, self.plain_step_s = narrow(self.space, self.pool, self.reference, self.reporter.say)
+        elif set(self.space.precisions) & set(QUANTISED):
+            self.pool.outside = fastest_dense(self.pool, self.hardware, self.space.precisions)
         if not self.resume and self.space.attentions != ("dense",):
             self.space = narrow_attentions(self.space, self.pool, middle_context(self.work), self.reporter.say)
         self.work = replace(self.work, space=self.space)
@@ -246,6 +248,7 @@ class Search:
             draft=here.draft.model_dump(mode="json"),
             tokenizer_sha256=here.tokenizer_sha256,
             **self.pool.sizes(),
+            transformers_precision=self.pool.outside,
             sampling=self.sampling,
             workload=self._workload_note(),
             hardware=hardware,
@@ -291,9 +294,3 @@ class Search:
         write_profile(kept, profile)
         folder.write_manifest(manifest)
         return Result(folder.path, front, profile, manifest)
-
-
-def peak_memory_bytes() -> int:
-    """Most memory this process has held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
