@@ -8,17 +8,16 @@ import importlib.util
 import io
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from .errors import ConfigurationError, EnvironmentProblem, nearest
+from .folders import cache_folder
 from .fused import FusedStack
 from .quantised import quantise, release
 from .records import write_text
@@ -73,11 +72,6 @@ def file_sha256(path: Path) -> str:
 def text_sha256(text: str) -> str:
     """SHA-256 of a text in UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: LOSSYTUNE_CACHE, else the user's cache folder."""
-    return Path(os.environ.get("LOSSYTUNE_CACHE") or platformdirs.user_cache_dir("lossytune"))
 
 
 def embedded_gguf() -> Path:
