@@ -25,10 +25,10 @@ class Runner:
 
     name: what errors call the model. vocab_size: logits past it (padding of the embedding) are cut off.
     stack: the quantised form that the model runs by; None: fused where it is of the family, else as transformers runs it.
-    passes: how those of few tokens run, from the next one on; prompts are always read operation by operation.
+    how: passes of few tokens run, from the next one on; prompts are always read operation by operation.
     """
 
-    passes: Passes = "graphs"
+    how: Passes = "graphs"
 
     def __init__(
         self, model: Any, name: str = "target", vocab_size: int | None = None, stack: FusedStack | None = None
@@ -196,7 +196,7 @@ class Runner:
     def _logits(self, tokens: Tensor, starts: list[int], attention: Attention | None) -> Tensor:
         """The same with the output layer: (batch, n, vocab)."""
         if self._fused is not None:
-            self.features = self._hidden(tokens, starts, attention, self.passes)
+            self.features = self._hidden(tokens, starts, attention, self.how)
             return self._fused.logits(self.features)
         # the model's own forward, since what lies between the last norm and the logits differs (scales, caps)
         with self.model.get_output_embeddings().register_forward_pre_hook(self._store_features):

@@ -156,9 +156,9 @@ def attach(draft: Draft | None, target: Runner, settings: Settings) -> None:
             f"attention.side is 'draft', and the draft is {type(draft).__name__}: only the draft 'self' reads the target's "
             f"cache in blocks; use --draft self, the side 'verify', or attention.block 0"
         )
-    target.passes = settings.passes
+    target.how = settings.passes
     if isinstance(own := getattr(draft, "runner", None), Runner) and own is not target:
-        own.passes = "graphs" if settings.cuda_graphs else "eager"
+        own.how = "graphs" if settings.cuda_graphs else "eager"
     if settings.compile != "off":
         target.check_compiler(settings.compile)
     if settings.attention.block:

@@ -703,7 +703,7 @@ def test_the_program_ends_with_its_exit_code_and_no_traceback(
 def test_generate_says_what_a_compiler_lacks(cli: Cli, tiny: Path) -> None:
     result = cli("generate", "w1 w2", "--target", str(tiny), "--compile", "tensorrt")
     assert result.code == 2
-    assert "compile is 'tensorrt', which needs an NVIDIA GPU" in result.message
+    assert "compile is 'tensorrt', which needs an NVIDIA GPU" in result.err
 
 
 def test_generate_streams_while_it_decodes(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

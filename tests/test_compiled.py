@@ -93,7 +93,7 @@ def test_inductor_multiplies_packed_weights_to_the_bit() -> None:
     model = lively_model("llama")
     stack = quantise(model, "int4-int8")
     plain, runner = (Runner(model, stack=stack) for _ in range(2))
-    runner.passes = "inductor"
+    runner.how = "inductor"
     for each in (plain, runner):
         each.start(PROMPTS, 24)
     tokens = torch.tensor([[6], [5]])
@@ -121,7 +121,7 @@ def test_a_shape_is_a_number_of_tokens_and_there_are_few() -> None:
         return seen
 
     stack.compiler = spy
-    runner.passes = "inductor"
+    runner.how = "inductor"
     for rows in (1, 2, 3, 5):
         prompts = [[5 + row, *range(6, 6 + row)] for row in range(rows)]
         for each in (runner, plain):
@@ -138,7 +138,7 @@ def test_a_shape_is_a_number_of_tokens_and_there_are_few() -> None:
 def test_longer_passes_and_prompts_are_not_compiled() -> None:
     runner = Runner(lively_model("llama"))
     stack = with_compiler(runner, noting)
-    runner.passes = "inductor"
+    runner.how = "inductor"
     runner.start([list(range(3, 40))], 256)
     assert not stack.seconds
     runner.logits(torch.full((1, SIZES[-1] + 1), 7), [36])
@@ -150,7 +150,7 @@ def test_longer_passes_and_prompts_are_not_compiled() -> None:
 def test_each_size_has_code_of_its_own_so_that_none_exhausts_torchs_limit_of_recompilations() -> None:
     runner = Runner(lively_model("llama"))
     stack = with_compiler(runner, traced)
-    runner.passes = "inductor"
+    runner.how = "inductor"
     runner.start([[5, 6]], 64)
     with torch._dynamo.config.patch(recompile_limit=2):
         for count in range(1, 5):
@@ -226,7 +226,7 @@ def test_compiled_code_is_kept_beside_converted_models_unless_the_user_says_wher
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
         runner, seen = Runner(lively_model("llama")), []
         with_compiler(runner, looking)
-        runner.passes = "inductor"
+        runner.how = "inductor"
         runner.start([[5, 6]], 8)
         runner.logits(torch.tensor([[6]]), [1])
         assert set(seen) == {wanted}

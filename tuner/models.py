@@ -52,7 +52,7 @@ class ModelPool:
                     decoder.target.check_compiler(how)
             for runner in (decoder.target, getattr(decoder.draft, "runner", None)):
                 if isinstance(runner, Runner):  # also where passes run without settings
-                    runner.passes = "graphs" if self.config.cuda_graphs else "eager"
+                    runner.how = "graphs" if self.config.cuda_graphs else "eager"
         return self._decoders[precision]
 
     def forget(self, precision: Precision) -> None:

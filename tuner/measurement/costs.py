@@ -181,7 +181,7 @@ class CostMeter:
                 order += lengths if repeat % 2 == 0 else lengths[::-1]
             draft = _Scripted(order, target.vocab_size, target.device)
             settings = self._settings(MAX_DRAFT_LENGTH, sparse, compiled)
-            before = target.compile_s
+            before = target.compile_s if compiled != "off" else 0.0
             stats = self._decode(target, draft, batch, len(order), settings)
             if compiled != "off":  # within the warm-up
                 self.table.compile_s[key] = target.compile_s - before
