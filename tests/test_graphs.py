@@ -123,7 +123,7 @@ def test_packed_weights_are_recorded_too(precision: str) -> None:
 
 def test_a_pass_is_recorded_when_it_comes_again_and_by_rows_tokens_and_slots() -> None:
     recorded, _, recorder = pair()
-    recorded.start([[5, 6, 7], [3, 4, 5]], 1000)
+    recorded.start([[5, 6, 7], [3, 4, 5]], 700)
     graphs_of = recorded._graphs
     assert graphs_of is not None
     for place, count in ((2, 1), (3, 1), (4, 1), (9, 2), (130, 1), (131, 1), (300, 1), (301, 1), (600, 1)):
@@ -131,10 +131,22 @@ def test_a_pass_is_recorded_when_it_comes_again_and_by_rows_tokens_and_slots() -
     assert set(graphs_of._recorded) == {(2, 1, 128), (2, 1, 256), (2, 1, 512)}
     assert (recorder.recorded, recorder.replayed) == (3, 4)
     recorded.select([1])
-    for place in (700, 701):
+    for place in (600, 601):
         recorded.logits(words(1, 1, place), [place])
-    assert (1, 1, 1024) in graphs_of._recorded  # all that is stored, where the next power of two is more
+    assert (1, 1, 768) in graphs_of._recorded  # all that is stored, where the next power of two is more
     assert len(graphs_of._recorded) == 4  # dropping rows in place keeps the memory
+
+
+def test_a_result_stays_when_the_next_pass_is_replayed() -> None:
+    recorded, _, recorder = pair()
+    recorded.start([[5, 6, 7]], 100)
+    kept = []
+    for turn in range(4):
+        recorded.logits(words(1, 2, turn), [2 + turn])
+        assert recorded.features is not None
+        kept.append((recorded.features, recorded.features.clone()))
+    assert recorder.replayed == 3
+    assert all(torch.equal(features, then) for features, then in kept)
 
 
 def test_graphs_go_with_the_memory_of_the_cache() -> None:
@@ -168,12 +180,14 @@ def test_a_new_text_reuses_memory_that_is_enough_and_nothing_of_the_old_one_is_l
     for place in (2, 3):
         recorded.logits(words(2, 1, place), [place, place])
     memory = recorded.cache.layers[0].keys
-    with torch.inference_mode():
-        memory.fill_(torch.nan)  # as a text whose numbers overflowed would leave it
+    with torch.inference_mode():  # as a text whose numbers overflowed would leave it
+        memory.fill_(torch.nan)
+        recorded.cache.layers[0].values.fill_(torch.nan)
     for prompt in ([11, 12, 13, 14], [20, 21]):
         for each in (recorded, plain):
             each.start([prompt], 100)
         assert recorded.cache.layers[0].keys is memory
+        assert not memory[:1].isnan().any()
         for turn in range(3):
             same(recorded, plain, words(1, 1, turn), [len(prompt) - 1 + turn])
     assert recorder.recorded == 2
@@ -263,6 +277,7 @@ def test_a_pinned_cache_writes_by_index_and_is_as_before_afterwards() -> None:
     with cache.pinned(torch.tensor([[5], [7]]), 64):
         keys, _ = cache.update(torch.full((2, 1, 1, 2), 2.0), torch.full((2, 1, 1, 2), 3.0), 0)
         assert keys.shape == (2, 1, 64, 2)
+        assert cache.shared == 0  # what all rows see differs from pass to pass
     assert (cache.extent, cache.uniform_start, cache.slots) == (4, 3, None)
     assert keys[0, 0, :8, 0].tolist() == [0, 0, 0, 1, 0, 2, 0, 0]
     assert keys[1, 0, :8, 0].tolist() == [0, 0, 0, 1, 0, 0, 0, 2]
