@@ -11,6 +11,8 @@ from torch.nn import functional as F
 #: (layer, scaled q (batch, n, heads, size), new keys and values (batch, kv_heads, n, size)) -> (batch, n, heads size):
 #: stores what is new and attends
 Reader = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+#: the same for one layer
+Attended = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: on the CPU, passes of at most this many tokens a row attend by two plain products; longer ones by the fused kernel
 _SHORT = 32
 

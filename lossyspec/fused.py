@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention import Reader, attend
+from .attention import Attended, Reader, attend
 from .kv_cache import RowCache, layer_types
 from .norms import rms_norm
 
@@ -79,6 +80,10 @@ class FusedLayer:
     activation: Callable[[Tensor], Tensor]
     down: Linear
     after_mlp: Norm | None
+
+
+#: a layer, the stream, cos and sin, attention -> the stream after the layer; see `FusedStack.step`
+Step = Callable[[FusedLayer, Tensor, Tensor, Tensor, Attended], Tensor]
 
 
 class FusedStack:
@@ -145,26 +150,27 @@ class FusedStack:
 
         return read
 
-    def hidden(self, tokens: Tensor, positions: Tensor, read: Reader) -> Tensor:
-        """Final hidden states (batch, n, hidden) of tokens (batch, n) at positions (batch, n)."""
+    def hidden(self, tokens: Tensor, positions: Tensor, read: Reader, step: Step | None = None) -> Tensor:
+        """Final states (batch, n, hidden) of tokens (batch, n) at positions (batch, n). step: `self.step` or its like."""
         x = self.model.base_model.embed_tokens(tokens)
-        batch, count = tokens.shape
         tables = {kind: self._rotary(x, positions, kind) for kind in set(self.kinds)}
-        both, half = self.heads + self.kv_heads, self.size // 2
         for index, layer in enumerate(self.layers):
-            cos, sin = tables[self.kinds[index]]
-            qkv = layer.qkv(layer.before_attention(x)).to(x.dtype).view(batch, count, both + self.kv_heads, self.size)
-            qk, v = qkv[:, :, :both], qkv[:, :, both:]
-            if layer.head_weights is not None:
-                qk = F.rms_norm(qk, (self.size,), eps=self.head_epsilon) * layer.head_weights
-            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
-            attended = read(index, qk[:, :, : self.heads], qk[:, :, self.heads :].transpose(1, 2), v.transpose(1, 2))
-            added = layer.out(attended)
-            x = x + (added if layer.after_attention is None else layer.after_attention(added))
-            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
-            added = layer.down(layer.activation(gate) * up)
-            x = x + (added if layer.after_mlp is None else layer.after_mlp(added))
+            x = (step or self.step)(layer, x, *tables[self.kinds[index]], partial(read, index))
         return self.norm(x)
+
+    def step(self, layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, attended: Attended) -> Tensor:
+        """One layer of the stream x (batch, n, hidden). cos, sin: as `_rotary`. attended: of the layer's q, k and v."""
+        both, half = self.heads + self.kv_heads, self.size // 2
+        qkv = layer.qkv(layer.before_attention(x)).to(x.dtype).view(*x.shape[:2], both + self.kv_heads, self.size)
+        qk, v = qkv[:, :, :both], qkv[:, :, both:]
+        if layer.head_weights is not None:
+            qk = F.rms_norm(qk, (self.size,), eps=self.head_epsilon) * layer.head_weights
+        qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
+        added = layer.out(attended(qk[:, :, : self.heads], qk[:, :, self.heads :].transpose(1, 2), v.transpose(1, 2)))
+        x = x + (added if layer.after_attention is None else layer.after_attention(added))
+        gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
+        added = layer.down(layer.activation(gate) * up)
+        return x + (added if layer.after_mlp is None else layer.after_mlp(added))
 
     def _rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """cos and signed sin for all heads of q and k, (batch, n, heads + kv_heads, size); the attention scale is in q's."""

@@ -19,7 +19,11 @@ from .device_names import canonical_cpu_name, canonical_device_name
 from .errors import EnvironmentProblem, LossyspecError, nearest
 from .nvml import GpuInfo, nvml_session, read_gpus
 from .settings import PRECISIONS, QUANTISED, Precision
+from .versions import versions
 from .visibility import resolve_visibility
+
+#: the first torch whose GPU build multiplies int8 weights (pytorch pull request 159325)
+_TORCH_INT8 = (2, 9)
 
 
 class HardwareInfo(BaseModel):
@@ -118,20 +122,41 @@ def _fingerprint(info: HardwareInfo) -> dict[str, Any]:
     }
 
 
-def supported_precisions(info: HardwareInfo) -> dict[Precision, str | None]:
-    """For each precision: None when the device that would be used runs it, else the reason."""
+def supported_precisions(info: HardwareInfo, torch_version: str | None = None) -> dict[Precision, str | None]:
+    """For each precision: None when the device that would be used runs it, else the reason. torch_version: None for that
+    of the torch that is installed."""
+    torch_version = torch_version or versions().get("torch")
     reasons: dict[Precision, str | None] = dict.fromkeys(PRECISIONS)
     gpu = used_gpu(info)
     if gpu is None:
         if not {"avx2", "avx512"} & set(info.cpu.isa):
             reasons.update(dict.fromkeys(QUANTISED, "torch has no fast kernel for packed weights on this CPU"))
         return reasons
-    reasons.update(dict.fromkeys(QUANTISED, "packed weights run on CPUs so far"))
+    reasons.update({name: packed_problem(name, gpu.name, gpu.compute_capability, torch_version) for name in QUANTISED})
     if gpu.compute_capability is None:
         reasons["bf16"] = f"the compute capability of {gpu.name} could not be read, and bf16 needs 8.0 or newer"
     elif int(gpu.compute_capability.split(".")[0]) < 8:
         reasons["bf16"] = f"{gpu.name} has compute capability {gpu.compute_capability}, and bf16 needs 8.0 or newer"
     return reasons
+
+
+def packed_problem(precision: str, gpu: str, capability: str | None, torch_version: str | None) -> str | None:
+    """Why a GPU cannot run a precision of packed weights; None: it can. Each of them has its output rows in int8."""
+    least = ".".join(map(str, _TORCH_INT8))
+    if torch_version is not None and _numbers(torch_version) < _TORCH_INT8:
+        return f"torch {torch_version} multiplies int8 weights on CPUs only; on GPUs they need torch {least} or newer"
+    if precision == "int8":
+        return None
+    if capability is None:
+        return f"the compute capability of {gpu} could not be read, and int4 needs 8.0 or newer"
+    if _numbers(capability) < (8, 0):
+        return f"{gpu} has compute capability {capability}, and int4 needs 8.0 or newer"
+    return None
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
 
 
 def require_precision(info: HardwareInfo, precision: str) -> None:

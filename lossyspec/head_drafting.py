@@ -43,7 +43,7 @@ class FeatureDraft:
     """
 
     def __init__(self, head: FeatureHead, target: Any, vocab_size: int, packed: bool = False) -> None:
-        """packed: the head's own matrices, and the output rows it uses, in int8 (CPUs), beside a target that is quantised;
+        """packed: the head's own matrices, and the output rows it uses, in int8, beside a target that is quantised;
         the dense ones of `head` are replaced."""
         weight = target.get_input_embeddings().weight
         self.head = head.to(device=weight.device, dtype=weight.dtype).eval()

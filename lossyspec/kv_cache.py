@@ -8,6 +8,8 @@ of where the next pass starts. Sliding-window layers keep all entries and are wi
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -123,21 +125,46 @@ class RowCache(Cache):
         """Slots that are stored of a row."""
         return -(-self.capacity // STORAGE_SLOTS) * STORAGE_SLOTS
 
-    def place(self, starts: list[int], count: int, device: torch.device) -> None:
-        """The next pass writes `count` entries of row i from slot `starts[i]`."""
+    def place(self, starts: list[int], count: int, device: torch.device | None) -> None:
+        """The next pass writes `count` entries of row i from slot `starts[i]`. device: None when they will be `pinned`."""
         if self.summaries is not None:
             self.summaries.forget(starts)
         self.rows, self.count = len(starts), count
         self.shared, self.extent = min(starts), max(starts) + count
         if self.extent > self.capacity:
             raise ValueError(f"cache of {self.capacity} slots is too small for {self.extent}")
-        if min(starts) == max(starts):
+        if min(starts) == max(starts) or device is None:
             self.uniform_start, self.row_index, self.slots = starts[0], None, None
             return
         self.uniform_start = None
         first = torch.tensor(starts, device=device)
         self.slots = first[:, None] + torch.arange(count, device=device)
         self.row_index = torch.arange(len(starts), device=device)[:, None]
+
+    @contextmanager
+    def pinned(self, slots: Tensor, extent: int) -> Iterator[None]:
+        """Meanwhile a pass writes at `slots` (rows, n) and sees the first `extent` slots, whatever `place` said: for passes
+        that are recorded, which must depend on tensors alone."""
+        before = (self.extent, self.shared, self.uniform_start, self.slots, self.row_index)
+        self.extent, self.shared, self.uniform_start, self.slots = extent, 0, None, slots
+        self.row_index = torch.arange(len(slots), device=slots.device)[:, None]
+        try:
+            yield
+        finally:
+            self.extent, self.shared, self.uniform_start, self.slots, self.row_index = before
+
+    @torch.inference_mode()
+    def restart(self, capacity: int, rows: int) -> bool:
+        """Makes the cache as new in its own memory, so that passes recorded over it hold; False where that is too small."""
+        keys = self.layers[0].keys if self.layers[0].is_initialized else None
+        if keys is None or keys.shape[0] < rows or keys.shape[2] < capacity:
+            return False
+        for layer in self.layers:
+            layer.keys[:rows].zero_()  # an earlier text may have left NaN behind
+            layer.values[:rows].zero_()
+        self.rows, self.capacity, self.extent, self.count, self.shared = rows, keys.shape[2], 0, 0, 0
+        self.summaries = None
+        return True
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` slots a row, with what is stored kept; never shrinks."""

@@ -8,18 +8,18 @@ import importlib.util
 import io
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from .errors import ConfigurationError, EnvironmentProblem, nearest
+from .folders import cache_folder
 from .fused import FusedStack
+from .packed import unusable
 from .quantised import quantise, release
 from .records import write_text
 from .runner import check_rollback
@@ -73,11 +73,6 @@ def file_sha256(path: Path) -> str:
 def text_sha256(text: str) -> str:
     """SHA-256 of a text in UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: LOSSYTUNE_CACHE, else the user's cache folder."""
-    return Path(os.environ.get("LOSSYTUNE_CACHE") or platformdirs.user_cache_dir("lossytune"))
 
 
 def embedded_gguf() -> Path:
@@ -242,8 +237,8 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
         raise ConfigurationError(f"cannot load the {role} model {name!r}: {reason}") from problem
     stack, weights = None, sum(part.numel() for part in model.parameters())
     if precision in QUANTISED:
-        if torch.device(device).type != "cpu":
-            raise ConfigurationError(f"precision {precision} runs on CPUs so far, not on {device}; use fp32, bf16 or fp16")
+        if (why := unusable(precision, torch.device(device))) is not None:
+            raise ConfigurationError(f"precision {precision} cannot be used: {why}; use fp32, bf16 or fp16")
         stack = quantise(model, precision)
     check_rollback(model, role, stack)
     if stack is not None:

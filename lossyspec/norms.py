@@ -23,7 +23,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, narrow: bool = Fa
         return result.bfloat16() if narrow else result
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     # mean square plus epsilon, as the two sides of a triangle
-    unit = x / torch.hypot(norm * x.shape[-1] ** -0.5, _root(epsilon))
+    # a compiler cannot look into what is kept from an earlier call
+    root = torch.tensor(epsilon**0.5) if torch.compiler.is_compiling() else _root(epsilon)
+    unit = x / torch.hypot(norm * x.shape[-1] ** -0.5, root)
     if weight is None:
         return unit.to(x.dtype)
     return torch.mul(unit, weight, out=torch.empty_like(unit, dtype=torch.bfloat16)) if narrow else unit * weight

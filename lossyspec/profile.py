@@ -103,6 +103,9 @@ class Profile(Model):
         data.pop("id")
         if not self.settings.attention.block:  # dense, as in all profiles that are older than the field
             del data["settings"]["attention"]
+        for name in ("compile", "cuda_graphs"):  # they are younger too
+            if data["settings"][name] == Settings.model_fields[name].default:
+                del data["settings"][name]
         if data["evidence"]["quality"]["tv_spread"] is None:  # profiles from before it was recorded keep their id
             data["evidence"]["quality"].pop("tv_spread")
         return "sha256:" + hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

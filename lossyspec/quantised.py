@@ -1,4 +1,4 @@
-"""Weight-only int8 and int4 on CPUs: products that read packed weights and multiply in bf16, by torch's own kernels.
+"""Weight-only int8 and int4: products that read packed weights and multiply activations in bf16, by torch's own kernels.
 
 int8: one scale for each output, symmetric. int4: groups of 32 inputs with a scale and a least value, w = scale * n + least
 with n in 0 .. 15, which is how Q4_1 of GGUF stores its blocks: a model that comes from there keeps its numbers but for the
@@ -16,27 +16,28 @@ from torch import Tensor
 
 from .errors import ConfigurationError
 from .fused import Dense, FusedStack, dense, fuse
+from .packed import GROUP, Kernels, kernels_of
 
-GROUP = 32
-_INNER_TILES = 2
 #: int4-int8 keeps one of so many layers at each end in int8: what comes first and last loses most by rounding
 _ENDS = 12
 
 
 @dataclass(frozen=True)
 class Int8:
-    """weight: (out, in) int8. scales: (out,) bf16."""
+    """weight: (out, in) int8. scales: (out,), numbers of bf16 in the dtype of the kernels."""
 
     weight: Tensor
     scales: Tensor
     bias: Tensor | None
+    kernels: Kernels
 
     @staticmethod
-    def of(dense: Dense) -> Int8:
-        """Rounds to the nearest step of each output's own scale."""
+    def of(dense: Dense, kernels: Kernels | None = None) -> Int8:
+        """Rounds to the nearest step of each output's own scale. kernels: None for those of the weight's device."""
+        kernels = kernels or kernels_of(dense.weight.device)
         scales = (dense.weight.float().abs().amax(-1) / 127).clamp_min(1e-12).bfloat16()
         weight = (dense.weight.float() / scales.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
-        return Int8(weight, scales, dense.bias)
+        return Int8(weight, scales.to(kernels.scales8), dense.bias, kernels)
 
     def dense(self) -> Tensor:
         """The weights that the product uses, fp32."""
@@ -45,7 +46,7 @@ class Int8:
     def __call__(self, x: Tensor) -> Tensor:
         """x: (.., in) -> (.., out) in x's dtype."""
         flat = x.reshape(-1, x.shape[-1]).bfloat16()
-        result = torch._weight_int8pack_mm(flat, self.weight, self.scales).view(*x.shape[:-1], -1).to(x.dtype)
+        result = self.kernels.times8(flat, self.weight, self.scales).view(*x.shape[:-1], -1).to(x.dtype)
         return result if self.bias is None else result + self.bias
 
     @property
@@ -56,20 +57,24 @@ class Int8:
 
 @dataclass(frozen=True)
 class Int4:
-    """packed: as torch's CPU kernel wants it. scales: (in / 32, out, 2) bf16, a scale and the value of n = 8."""
+    """packed: as the kernels want it. scales: (in / 32, out, 2) bf16, a scale and the value of n = 8."""
 
     packed: Tensor
     scales: Tensor
     bias: Tensor | None
     rounded: Tensor | None  # (out, in) fp32; see `dense`
+    kernels: Kernels
 
     @staticmethod
-    def of(dense: Dense) -> Int4:
-        """Rounds within each group from its least to its largest value. Raises ConfigurationError for other widths."""
+    def of(dense: Dense, kernels: Kernels | None = None) -> Int4:
+        """Rounds within each group from its least to its largest value. kernels: None for those of the weight's device.
+
+        Raises ConfigurationError for other widths."""
         rows, width = dense.weight.shape
-        if width % GROUP or rows % 16:
+        kernels = kernels or kernels_of(dense.weight.device)
+        if width % GROUP or rows % kernels.outputs4:
             raise ConfigurationError(
-                f"int4 needs inputs in groups of {GROUP} and outputs in 16s; a matrix is {rows} x {width}"
+                f"int4 needs inputs in groups of {GROUP} and outputs in {kernels.outputs4}s; a matrix is {rows} x {width}"
             )
         groups = dense.weight.float().view(rows, width // GROUP, GROUP)
         least, most = groups.amin(-1), groups.amax(-1)
@@ -77,8 +82,8 @@ class Int4:
         middle = (least + 8 * scales.float()).bfloat16()
         numbers = ((groups - middle.float().unsqueeze(-1)) / scales.float().unsqueeze(-1) + 8).round().clamp(0, 15)
         rounded = ((numbers - 8) * scales.float().unsqueeze(-1) + middle.float().unsqueeze(-1)).view(rows, width)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int().view(rows, width), _INNER_TILES)
-        return Int4(packed, torch.stack([scales, middle], -1).transpose(0, 1).contiguous(), dense.bias, rounded)
+        packed, both = kernels.pack4(numbers.int().view(rows, width)), torch.stack([scales, middle], -1)
+        return Int4(packed, both.transpose(0, 1).contiguous(), dense.bias, rounded, kernels)
 
     def dense(self) -> Tensor:
         """The weights that the product uses, fp32; known until the stack is checked."""
@@ -88,7 +93,7 @@ class Int4:
     def __call__(self, x: Tensor) -> Tensor:
         """x: (.., in) -> (.., out) in x's dtype."""
         flat = x.reshape(-1, x.shape[-1]).bfloat16()
-        result = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.packed, GROUP, self.scales)
+        result = self.kernels.times4(flat, self.packed, self.scales)
         result = result.view(*x.shape[:-1], -1).to(x.dtype)
         return result if self.bias is None else result + self.bias
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .compiled import CompiledStack
 from .errors import ConfigurationError, NumericalError, mark_row
 from .fused import FusedStack, fuse
+from .graphs import Capture, CudaCapture, Graphs
 from .kv_cache import RowCache, layer_types
-from .settings import Attention
+from .settings import Attention, Compile, Passes
 from .sparse import SparseReader
 
 #: prompts are read in pieces of this many tokens, which bounds the memory of the prefill
@@ -24,10 +27,19 @@ class Runner:
 
     name: what errors call the model. vocab_size: logits past it (padding of the embedding) are cut off.
     stack: the quantised form that the model runs by; None: fused where it is of the family, else as transformers runs it.
+    new_capture: makes what records passes; None: CUDA graphs on a CUDA device, nothing elsewhere.
+    how: passes of few tokens run, from the next one on; prompts are always read operation by operation.
     """
 
+    how: Passes = "graphs"
+
     def __init__(
-        self, model: Any, name: str = "target", vocab_size: int | None = None, stack: FusedStack | None = None
+        self,
+        model: Any,
+        name: str = "target",
+        vocab_size: int | None = None,
+        stack: FusedStack | None = None,
+        new_capture: Callable[[], Capture] | None = None,
     ) -> None:
         self.model = model
         self.name = name
@@ -42,18 +54,24 @@ class Runner:
         #: (batch, n, hidden) what the output layer read in the last pass (all of the prompt's after `start`)
         self.features: Tensor | None = None
         self._fused = stack or fuse(model)
+        self._compiled: dict[str, CompiledStack] = {}  # shared by forks
+        if new_capture is None and self.device.type == "cuda":
+            new_capture = partial(CudaCapture, self.device)
+        self._graphs = Graphs(new_capture) if new_capture is not None and self._fused is not None else None
         self._additive = self._fused is None and self.config._attn_implementation not in ("sdpa",)
 
     def fork(self) -> Runner:
         """The same model with a cache of its own, so that two texts can go on in turns."""
         other = copy.copy(self)
         other.cache = RowCache(len(self.layer_types), 0)
+        other._graphs = self._graphs.fork() if self._graphs is not None else None
         return other
 
     @torch.inference_mode()
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """A new batch: allocates `capacity` slots a row and reads all but the last token of each prompt."""
-        self.cache = RowCache(len(self.layer_types), capacity, len(prompts))
+        if self._graphs is None or not self.cache.restart(capacity, len(prompts)):
+            self.cache = RowCache(len(self.layer_types), capacity, len(prompts))
         self._read(prompts, 0)
 
     @torch.inference_mode()
@@ -139,6 +157,29 @@ class Runner:
             )
         return self._fused
 
+    def check_compiler(self, how: Compile) -> CompiledStack:
+        """The stack by a compiler. Raises ConfigurationError, saying why, for a model or device without, and
+        EnvironmentProblem where something has to be installed."""
+        if self._fused is None:
+            raise ConfigurationError(
+                f"compile {how!r} needs a model of the Llama family that runs fused; the {self.name} model "
+                f"({self.config.model_type}) runs as transformers runs it: set compile to 'off'"
+            )
+        if how not in self._compiled:
+            self._compiled[how] = CompiledStack(self._fused, how)
+        return self._compiled[how]
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that compiling passes has taken so far."""
+        return sum(sum(stack.seconds.values()) for stack in self._compiled.values())
+
+    def _stack(self, passes: Passes) -> FusedStack | CompiledStack:
+        if passes in ("inductor", "tensorrt"):
+            return self.check_compiler(passes)
+        assert self._fused is not None
+        return self._fused
+
     @torch.inference_mode()
     def join(self, other: Runner, room: int = 0) -> None:
         """Appends the rows of another fork of the same model. room: rows to make room for when the cache has to grow."""
@@ -152,21 +193,33 @@ class Runner:
                 f"has {self.position_limit}: shorten the prompt or lower max_new_tokens"
             )
 
-    def _hidden(self, tokens: Tensor, starts: list[int], attention: Attention | None = None) -> Tensor:
+    def _hidden(
+        self, tokens: Tensor, starts: list[int], attention: Attention | None = None, passes: Passes = "eager"
+    ) -> Tensor:
         """Reads tokens (batch, n) into the cache; returns what the output layer would read, (batch, n, hidden)."""
+        sparse = attention is not None and attention.skips(max(starts) + tokens.shape[1])
+        graphs = self._graphs if passes == "graphs" and not sparse else None
+        if graphs is not None and (replayed := graphs.hidden(self.cache, tokens, starts, self._pinned)) is not None:
+            return replayed
         positions, mask = self._place(tokens, starts)
-        if attention is not None and attention.skips(self.cache.extent):
-            stack = self.check_sparse()
-            return stack.hidden(tokens, positions, SparseReader(stack, self.cache, attention, starts, mask))
+        if attention is not None and sparse:
+            reader = SparseReader(self.check_sparse(), self.cache, attention, starts, mask)
+            return self._stack(passes).hidden(tokens, positions, reader)
         if self._fused is not None:
-            return self._fused.hidden(tokens, positions, self._fused.dense(self.cache, mask))
+            return self._stack(passes).hidden(tokens, positions, self._fused.dense(self.cache, mask))
         result: Tensor = self._run(self.model.base_model, tokens, positions, mask).last_hidden_state
         return result
+
+    def _pinned(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """A dense pass over the cache as it is pinned, which depends on nothing but tensors."""
+        assert self._fused is not None
+        read = self._fused.dense(self.cache, self._mask(slots, self.cache))
+        return self._fused.hidden(tokens, self._inside(slots), read)
 
     def _logits(self, tokens: Tensor, starts: list[int], attention: Attention | None) -> Tensor:
         """The same with the output layer: (batch, n, vocab)."""
         if self._fused is not None:
-            self.features = self._hidden(tokens, starts, attention)
+            self.features = self._hidden(tokens, starts, attention, self.how)
             return self._fused.logits(self.features)
         # the model's own forward, since what lies between the last norm and the logits differs (scales, caps)
         with self.model.get_output_embeddings().register_forward_pre_hook(self._store_features):

@@ -141,9 +141,10 @@ _ROUNDS = 32
 
 
 def attach(draft: Draft | None, target: Runner, settings: Settings) -> None:
-    """Gives a self-draft the target whose cache it reads.
+    """Gives a self-draft the target whose cache it reads, and tells target and draft how their passes run.
 
-    Raises ConfigurationError when the attention of the settings is on a side that the target or the draft does not have.
+    Raises ConfigurationError when the attention of the settings is on a side that the target or the draft does not have, or
+    the target has no such compiler; EnvironmentProblem when that one is not installed.
     """
     if isinstance(draft, SelfDraft):
         if draft.reader is draft.runner:
@@ -155,5 +156,10 @@ def attach(draft: Draft | None, target: Runner, settings: Settings) -> None:
             f"attention.side is 'draft', and the draft is {type(draft).__name__}: only the draft 'self' reads the target's "
             f"cache in blocks; use --draft self, the side 'verify', or attention.block 0"
         )
+    target.how = settings.passes
+    if isinstance(own := getattr(draft, "runner", None), Runner) and own is not target:
+        own.how = "graphs" if settings.cuda_graphs else "eager"
+    if settings.compile != "off":
+        target.check_compiler(settings.compile)
     if settings.attention.block:
         target.check_sparse()

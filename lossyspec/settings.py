@@ -14,12 +14,16 @@ Precision = Literal["fp32", "bf16", "fp16", "int8", "int4-int8", "int4"]
 Source = Literal["draft", "ngram", "mixed"]
 Boundary = Literal["sentence", "paragraph", "list", "line"]
 AttentionSide = Literal["draft", "verify"]
+Compile = Literal["off", "inductor", "tensorrt"]
+#: how a pass of few tokens runs: by a compiler, replayed as a CUDA graph where there is one, or operation by operation
+Passes = Literal["inductor", "tensorrt", "graphs", "eager"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 #: precisions of the weights alone, whose products are bf16
 QUANTISED: tuple[Precision, ...] = ("int8", "int4-int8", "int4")
 SOURCES: tuple[Source, ...] = get_args(Source)
+COMPILES: tuple[Compile, ...] = get_args(Compile)
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
 #: rules whose emitted law has a closed form that is bounded by alpha; the others are named baselines
 PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
@@ -158,9 +162,10 @@ class Attention(Model):
             raise ConfigurationError(f"attention is {name!r}: {validation_message(error, fields)}") from None
 
 
-def format_of(precision: str, attention: Attention) -> str:
-    """A precision with an attention, by name: `int4`, or as `int4+b32-s1-w4-t16-verify`."""
-    return f"{precision}+{attention.name}" if attention.block else precision
+def format_of(precision: str, attention: Attention, compiled: Compile = "off") -> str:
+    """A precision with an attention and a compiler, by name: `int4`, or as `int4+b32-s1-w4-t16-verify+inductor`."""
+    parts = [precision, *([attention.name] if attention.block else []), *([compiled] if compiled != "off" else [])]
+    return "+".join(parts)
 
 
 #: what the draft `self` sees where the settings name nothing else
@@ -190,6 +195,8 @@ class Settings(Model):
     source: who drafts: the loaded draft; prompt lookup although a draft is loaded; or `mixed`: prompt lookup in rounds that
     begin after a match of at least `ngram.min_match` tokens, for as long as it finds such matches, else the loaded draft.
     policy: where alpha acts. attention: dense, or block-sparse on one side.
+    compile: what compiles the target's passes of few tokens, see `lossyspec.compiled`. cuda_graphs: those that nothing
+    compiles are CUDA graphs on a GPU, see `lossyspec.graphs`. Neither changes a law; both may change how it is rounded.
     """
 
     rule: Rule = "optimal"
@@ -202,6 +209,8 @@ class Settings(Model):
     ngram: NgramSettings | None = None
     policy: Policy = Policy()
     attention: Attention = Attention()
+    compile: Compile = "off"
+    cuda_graphs: bool = True
     schedule: tuple[ScheduleRow, ...] = ()
 
     @property
@@ -216,8 +225,20 @@ class Settings(Model):
 
     @property
     def target_format(self) -> str:
-        """What traces and cost tables call the target as it verifies: its precision, with its attention if sparse."""
+        """What traces call the target as it verifies: its precision, with its attention if sparse."""
         return format_of(self.precision.target, self.attention.on("verify"))
+
+    @property
+    def cost_format(self) -> str:
+        """What cost tables call it: with the compiler."""
+        return format_of(self.precision.target, self.attention.on("verify"), self.compile)
+
+    @property
+    def passes(self) -> Passes:
+        """How the target's passes of few tokens run."""
+        if self.compile != "off":
+            return self.compile
+        return "graphs" if self.cuda_graphs else "eager"
 
     @property
     def draft_format(self) -> str:

@@ -156,7 +156,7 @@ def round_parts(run: Run, point: FrontPoint | TrialRecord) -> dict[str, float] |
     They add up to the predicted round. None when the cost table lacks the precision or the batch size.
     """
     costs, settings, batch, predicted = run.costs, point.settings, point.batch_size, point.predicted
-    rounds = costs.round_s.get((settings.target_format, batch)) if costs else None
+    rounds = costs.round_s.get((settings.cost_format, batch)) if costs else None
     if costs is None or not rounds or predicted is None:
         return None
     total, length = predicted.round_s, settings.draft_length_for(batch)

@@ -193,6 +193,8 @@ def describe_point(point: FrontPoint) -> str:
     precision = table_cells(point)[list(HEADINGS).index("precision")]
     if settings.attention.block:
         precision += f", attention {settings.attention.name}"
+    if settings.compile != "off":
+        precision += f", {settings.compile}"
     if length == 0:
         return f"plain, batch {point.batch_size}, {precision}"
     rule = settings.rule if settings.rule == "exact" else f"{settings.rule} alpha {settings.alpha:.2f}"

@@ -158,6 +158,7 @@ def test_help_of_the_program_names_its_exit_codes_and_commands(cli: Cli) -> None
         (("--precision", "int2"), "precision is 'int2'; allowed: fp32, bf16, fp16, int8, int4-int8, int4"),
         (("--precision", ""), "precision is an empty list; allowed: auto, or some of fp32, bf16, fp16"),
         (("--precision", ","), "precision is an empty list"),
+        (("--compile", "inducktor"), "compile is 'inducktor'; allowed: off, inductor, tensorrt. Did you mean 'inductor'?"),
         (("--rules", "optimall"), "rule is 'optimall'; allowed: exact, .*Did you mean 'optimal'"),
         (("--rules", ""), "rule is an empty list; allowed: auto, or some of exact"),
         (("--max-quality-loss", "five"), "quality loss is 'five'; allowed: a share or a percentage, such as 0.05 or 5%"),
@@ -202,6 +203,7 @@ def test_a_wrong_option_of_search_is_one_clear_line_and_exit_2(cli: Cli, args: t
         (("--temperature", "99"), "temperature is 99.0"),
         (("--top-k", "0"), "top_k is 0"),
         (("--stop", ""), "stop_strings holds an empty string"),
+        (("--compile", "yes"), "compile is 'yes': Input should be 'off', 'inductor' or 'tensorrt'"),
         (("--profile", "nope.json"), "nope.json: no such file"),
         (("--profile", "."), "\\.: cannot be read"),
     ],
@@ -696,6 +698,12 @@ def test_the_program_ends_with_its_exit_code_and_no_traceback(
     assert (result.returncode, result.stdout) == (code, "")
     assert said in result.stderr
     assert not FRAME.search(result.stderr)
+
+
+def test_generate_says_what_a_compiler_lacks(cli: Cli, tiny: Path) -> None:
+    result = cli("generate", "w1 w2", "--target", str(tiny), "--compile", "tensorrt")
+    assert result.code == 2
+    assert "compile is 'tensorrt', which needs an NVIDIA GPU" in result.err
 
 
 def test_generate_streams_while_it_decodes(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

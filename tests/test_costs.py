@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from lossyspec.compiled import CompiledStack
 from lossyspec.drafting import ModelDraft, NgramDraft, Request
 from lossyspec.errors import ConfigurationError
 from lossyspec.runner import Runner
@@ -80,6 +81,22 @@ def test_a_cell_is_measured_once(model: Any) -> None:
     meter.round_s("bf16", 1)
     assert len(target.passes) == 3 * count
     assert set(meter.table.round_s) == {("fp32", 1), ("fp32", 2), ("bf16", 1)}
+
+
+def test_a_compiled_target_has_cells_of_its_own_and_the_seconds_of_its_compilation(model: Any, tmp_path: Path) -> None:
+    target = Target(model)
+    target._compiled["inductor"] = CompiledStack(target.check_sparse(), "inductor", lambda step, **options: step)
+    meter = meter_of(target, repeats=2, length=1)
+    meter.round_s("fp32", 1)
+    meter.round_s("fp32", 1, compiled="inductor")
+    assert set(meter.table.round_s) == {("fp32", 1), ("fp32+inductor", 1)}
+    assert meter.table.compile_s == {("fp32+inductor", 1): target.compile_s}
+    assert target.compile_s > 0
+    meter.table.write(tmp_path / "costs.json")
+    assert CostTable.read(tmp_path / "costs.json") == meter.table
+    older = {name: value for name, value in meter.table.dump().items() if name != "compile_s"}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert CostTable.read(tmp_path / "older.json").compile_s == {}
 
 
 def test_rows_have_about_the_context_and_unequal_lengths() -> None:
@@ -331,7 +348,7 @@ def test_a_file_that_is_no_table_is_refused_by_name(tmp_path: Path, text: str | 
 class FixedCosts:
     """Rounds cost 10 + tokens; a draft step 3; a lookup 0.5 a token; judging 0.25. bf16 is twice as fast at batch 1."""
 
-    def round_s(self, precision: str, batch: int, attention: Any = None) -> list[float]:
+    def round_s(self, precision: str, batch: int, attention: Any = None, compiled: str = "off") -> list[float]:
         scale = 0.5 if precision == "bf16" and batch == 1 else 1.0
         return [scale * (10.0 + drafted + 1) for drafted in range(9)]
 

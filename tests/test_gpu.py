@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from conftest import tiny_model, tiny_tokenizer
+from conftest import save_tiny, tiny_model, tiny_tokenizer
+from test_decoding import lively_model
 
 from lossyspec.decoder import Decoder
+from lossyspec.fused import Dense
 from lossyspec.hardware import detect_hardware, used_gpu
-from lossyspec.loading import LoadedModel
-from lossyspec.settings import Settings
+from lossyspec.loading import LoadedModel, load
+from lossyspec.quantised import Int4, Int8
+from lossyspec.runner import Runner
+from lossyspec.settings import QUANTISED, Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -25,6 +32,70 @@ def test_greedy_lossless_on_the_gpu_is_plain_on_the_gpu(architecture: str) -> No
     for decoder in (Decoder(loaded), Decoder(loaded, other)):
         got = decoder.generate_ids(PROMPTS, 48, settings=Settings(draft_length=4), temperature=0.0)
         assert [answer.tokens for answer in got] == [answer.tokens for answer in plain]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_cuda_graphs_give_what_passes_without_them_give(architecture: str) -> None:
+    loaded = LoadedModel(lively_model(architecture).cuda(), tiny_tokenizer(), {"id": "tiny"}, "fp32")
+    decoder = Decoder(loaded)
+    want = decoder.generate_ids(PROMPTS, 150, settings=Settings(draft_length=4, cuda_graphs=False), temperature=0.0)
+    graphs = decoder.target._graphs
+    assert graphs is not None and not graphs._recorded
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS):
+        got = decoder.generate_ids(prompts, 150, settings=Settings(draft_length=4), temperature=0.0)
+        assert [answer.tokens for answer in got] == [answer.tokens for answer in want][: len(prompts)]
+    assert graphs.usable and graphs._recorded
+
+
+def test_replayed_logits_on_the_gpu_are_those_of_passes_that_run() -> None:
+    model = lively_model("llama").cuda()
+    replayed, plain = Runner(model), Runner(model)
+    plain.how = "eager"
+    for each in (replayed, plain):
+        each.start(PROMPTS, 200)
+    starts = [len(prompt) - 1 for prompt in PROMPTS]
+    for turn in range(40):
+        tokens = torch.randint(3, 100, (3, 1 + turn % 3), generator=torch.Generator().manual_seed(turn)).cuda()
+        torch.testing.assert_close(replayed.logits(tokens, starts), plain.logits(tokens, starts), rtol=1e-3, atol=1e-3)
+        starts = [start + 1 + (turn + row) % 3 for row, start in enumerate(starts)]
+    assert replayed._graphs is not None and replayed._graphs._recorded
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_inductor_on_the_gpu_gives_what_single_operations_give(precision: Any, tmp_path: Path) -> None:
+    decoder = Decoder(load(str(save_tiny(tmp_path / "model", "llama")), precision))
+    plain = decoder.generate_ids(PROMPTS, 16, settings=Settings(draft_length=0), temperature=0.0)
+    got = decoder.generate_ids(PROMPTS, 16, settings=Settings(draft_length=2, compile="inductor"), temperature=0.0)
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in plain]
+
+
+def test_tensorrt_gives_what_single_operations_give() -> None:
+    pytest.importorskip("torch_tensorrt")
+    decoder = Decoder(LoadedModel(lively_model("llama").cuda(), tiny_tokenizer(), {"id": "tiny"}, "fp32"))
+    plain = decoder.generate_ids(PROMPTS, 16, settings=Settings(draft_length=0), temperature=0.0)
+    got = decoder.generate_ids(PROMPTS, 16, settings=Settings(draft_length=0, compile="tensorrt"), temperature=0.0)
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in plain]
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4])
+@pytest.mark.parametrize("width", [32, 96, 128, 576])
+def test_packed_products_on_the_gpu_are_those_of_their_numbers(kind: type[Any], width: int) -> None:
+    weight = 0.1 * torch.randn(48, width, generator=torch.Generator().manual_seed(0))
+    part, theirs = kind.of(Dense(weight.cuda(), None)), kind.of(Dense(weight, None))
+    assert torch.equal(part.dense().cpu(), theirs.dense())
+    for rows in (1, 5, 70):
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+        want = x.bfloat16().float() @ theirs.dense().T
+        torch.testing.assert_close(part(x.cuda()).cpu(), want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_quantised_models_load_on_the_gpu_and_are_lossless_against_themselves(precision: Any, tmp_path: Path) -> None:
+    decoder = Decoder(load(str(save_tiny(tmp_path / "model", "qwen3")), precision))
+    plain = decoder.generate_ids(PROMPTS, 24, settings=Settings(draft_length=0), temperature=0.0)
+    drafted = decoder.generate_ids(PROMPTS, 24, settings=Settings(draft_length=4), temperature=0.0)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
 
 
 def test_sampling_on_the_gpu_is_reproduced_by_its_seed() -> None:

@@ -123,6 +123,8 @@ def test_the_id_follows_the_content_and_not_the_id_or_the_order_of_keys(tmp_path
     assert profile(task="code").content_id() != base.id
     sparse = Attention(block=32, sink=1, window=4, top=16, side="verify")
     assert profile(attention=sparse).content_id() != base.id
+    assert profile(compile="inductor").content_id() != base.id
+    assert profile(cuda_graphs=False).content_id() != base.id
     shuffled = dict(reversed(stored(tmp_path / "a.json").items()))
     assert read_profile(store(tmp_path / "c.json", shuffled)).id == base.id
 
@@ -131,6 +133,7 @@ def test_a_profile_from_before_attention_loads_as_dense_under_its_own_id(tmp_pat
     written = write_profile(tmp_path / "new.json", profile())
     data = dump(written)
     assert data["settings"].pop("attention")["block"] == 0
+    assert (data["settings"].pop("compile"), data["settings"].pop("cuda_graphs")) == ("off", True)
     assert data["evidence"]["quality"].pop("tv_spread") is None  # recorded later still
     data["id"] = None
     content = {name: value for name, value in data.items() if name != "id"}

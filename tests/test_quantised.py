@@ -15,8 +15,9 @@ from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.fused import Dense
 from lossyspec.loading import load
-from lossyspec.quantised import GROUP, Int4, Int8, quantise
-from lossyspec.runner import Runner
+from lossyspec.packed import CPU, CUDA, GROUP, Kernels, kernels_of, unusable
+from lossyspec.quantised import Int4, Int8, quantise
+from lossyspec.runner import Runner, check_rollback
 from lossyspec.settings import QUANTISED, Settings
 
 PROMPTS = [[5, 6, 7, 8, 5, 6], [3, 4, 5], [20, 21, 22, 20, 21]]
@@ -120,3 +121,107 @@ def test_int4_int8_keeps_the_ends_in_int8() -> None:
 def test_other_architectures_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="int8 needs a model of the Llama family, and gpt2 is another"):
         quantise(tiny_model("gpt2"), "int8")
+
+
+# the forms that a GPU wants, with products of the same layout in plain torch
+
+
+class Gpu:
+    """What torch checks and computes on a GPU, in plain torch. The order within a tile is torch's own; here bytes stay."""
+
+    def __init__(self) -> None:
+        self.tiles: list[int] = []
+
+    def convert(self, pairs: Tensor, tiles: int) -> Tensor:
+        rows, half = pairs.shape
+        assert pairs.dtype == torch.uint8 and pairs.is_contiguous() and tiles in (2, 4, 8)
+        assert 2 * half % (16 * tiles) == 0 and rows % 8 == 0
+        self.tiles.append(tiles)
+        return pairs.view(torch.int32).view(rows // 8, 2 * half // (16 * tiles), 32, tiles // 2)
+
+    def times4(self, x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
+        rows, width = 8 * packed.shape[0], x.shape[1]
+        assert x.dtype == scales.dtype == torch.bfloat16 and x.is_contiguous() and group in (32, 64, 128, 256)
+        assert packed.shape[1] == width // (32 * packed.shape[3]) and scales.shape == (width // group, rows, 2)
+        pairs = packed.view(torch.uint8).view(rows, width // 2)
+        numbers = torch.stack([pairs >> 4, pairs & 15], -1).view(rows, width // group, group).float()
+        scale, middle = scales.float().transpose(0, 1).unsqueeze(-1).unbind(-2)
+        return (x.float() @ ((numbers - 8) * scale + middle).view(rows, width).T).bfloat16()
+
+    def times8(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        assert x.dtype == scales.dtype == torch.float32 and weight.dtype == torch.int8
+        return (x @ weight.float().T) * scales
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu, aten = Gpu(), torch.ops.aten
+    monkeypatch.setattr(aten, "_convert_weight_to_int4pack", gpu.convert)
+    monkeypatch.setattr(aten, "_weight_int4pack_mm", gpu.times4)
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", gpu.times8)
+    return gpu
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128, 576])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gpu_form_of_int4_has_the_numbers_of_the_cpu_form(width: int, bias: bool, gpu: Gpu) -> None:
+    whole = dense(48, width, bias)
+    mine, theirs = Int4.of(whole, CUDA), Int4.of(whole, CPU)
+    assert torch.equal(mine.dense(), theirs.dense()) and torch.equal(mine.scales, theirs.scales)
+    assert mine.nbytes == theirs.nbytes
+    x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(1))
+    got = mine(x)
+    assert got.shape == (2, 3, 48) and got.dtype == x.dtype
+    torch.testing.assert_close(got, theirs(x), rtol=0.02, atol=0.02)
+    assert gpu.tiles == [{32: 2, 64: 4, 96: 2, 128: 8, 576: 4}[width]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gpu_form_of_int8_has_the_numbers_of_the_cpu_form(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = dense(bias=True)
+    theirs = Int8.of(whole, CPU)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    want = theirs(x)
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", Gpu().times8)
+    mine = Int8.of(whole, CUDA)
+    assert torch.equal(mine.dense(), theirs.dense()) and torch.equal(mine.weight, theirs.weight)
+    got = mine(x)
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+def test_the_gpu_takes_outputs_in_8s_and_the_cpu_in_16s(gpu: Gpu) -> None:
+    assert Int4.of(dense(24, 64), CUDA)(torch.ones(1, 64)).shape == (1, 24)
+    for kernels, rows in ((CUDA, 20), (CPU, 24)):
+        with pytest.raises(ConfigurationError, match=f"outputs in {kernels.outputs4}s; a matrix is {rows} x 64"):
+            Int4.of(dense(rows, 64), kernels)
+    with pytest.raises(ConfigurationError, match="groups of 32"):
+        Int4.of(dense(48, 40), CUDA)
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_a_model_of_the_gpu_form_passes_the_check_at_load(precision: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def always(device: torch.device) -> Kernels:
+        return CUDA
+
+    monkeypatch.setattr("lossyspec.quantised.kernels_of", always)
+    model = tiny_model("qwen3")
+    stack = quantise(model, precision)
+    assert all(layer.qkv.kernels is CUDA for layer in stack.layers)  # type: ignore[attr-defined]
+    check_rollback(model, "target", stack)
+
+
+def test_kernels_go_by_the_device() -> None:
+    assert kernels_of(torch.device("cpu")) is CPU
+    assert kernels_of(torch.device("cuda", 0)) is CUDA
+
+
+def test_a_device_that_cannot_run_packed_weights_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unusable("int4", torch.device("cpu")) is None
+    assert "not on mps" in str(unusable("int4", torch.device("mps")))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert unusable("int8", torch.device("cuda")) is None
+    assert unusable("int4", torch.device("cuda")) == "Tesla T4 has compute capability 7.5, and int4 needs 8.0 or newer"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    assert unusable("int4-int8", torch.device("cuda")) is None

@@ -41,6 +41,7 @@ SPACES = {
     "lossless only": space_of(unsuitable="it is wrong"),
     "dense, one of all": space_of(dense=True, rules=("priced",), precisions=("bf16",), batch_sizes=(2,), max_draft_length=1),
 }
+SPACES["compiled"] = space_of(dense=True, compiles=("inductor",))
 by_space = pytest.mark.parametrize("space", SPACES.values(), ids=SPACES.keys())
 
 
@@ -69,6 +70,7 @@ def params_of(space: SearchSpace, settings: Settings, batch: int) -> dict[str, A
         rule=settings.rule if settings.alpha > 0 else None,
         source=settings.source,
         policy=settings.policy,
+        compiled=settings.compile,
         min_match=settings.ngram.min_match if settings.source == "mixed" and settings.ngram else 2,
     )
 
@@ -115,6 +117,16 @@ def test_plain_decoding_has_neutral_values_whatever_else_was_drawn(space: Search
         plain = (settings.rule, settings.alpha, settings.theta, settings.tau)
         assert plain == ("exact", 0.0, 0.0, 1.0)
         assert settings.lossless
+
+
+def test_a_compiler_is_searched_beside_none_and_cuda_graphs_are_of_all_settings() -> None:
+    space = space_of(compiles=("tensorrt", "off"), cuda_graphs=False)
+    assert space.compiles == ("off", "tensorrt")
+    params = space.params(draft_length=0, precision="fp32", batch_size=1, compiled="tensorrt")
+    settings, _ = space.settings(params)
+    assert (settings.compile, settings.cuda_graphs) == ("tensorrt", False)
+    assert "compile" not in space_of().distributions
+    assert space_of().settings(space_of().params(draft_length=0, precision="fp32", batch_size=1))[0].cuda_graphs
 
 
 def test_alpha_0_is_the_exact_rule_and_an_explicit_zero_is_kept() -> None:

@@ -227,3 +227,12 @@ def test_settings_without_attention_are_dense_and_sparse_ones_survive_their_file
     assert Settings.model_validate_json(sparse.model_dump_json()) == sparse
     assert (sparse.target_format, sparse.draft_format) == ("fp32+b32-s1-w4-t16-verify",) * 2
     assert Settings().target_format == "fp32"
+    compiled = sparse.model_copy(update={"compile": "inductor"})
+    assert (compiled.target_format, compiled.cost_format) == (sparse.target_format, f"{sparse.target_format}+inductor")
+    assert [Settings(compile="tensorrt").passes, Settings().passes, Settings(cuda_graphs=False).passes] == [
+        "tensorrt",
+        "graphs",
+        "eager",
+    ]
+    with pytest.raises(ConfigurationError, match=r"compile is 'yes': Input should be 'off', 'inductor' or 'tensorrt'"):
+        make_settings(compile="yes")

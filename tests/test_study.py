@@ -257,7 +257,7 @@ def test_O1_trial_report_cannot_be_used_with_two_objectives_and_is_not(monkeypat
 class FakeMeter:
     seconds: float = 0.1
 
-    def round_s(self, precision: str, batch: int, attention: Any = None) -> list[float]:
+    def round_s(self, precision: str, batch: int, attention: Any = None, compiled: str = "off") -> list[float]:
         return [self.seconds] * 17
 
     def lookup_s(self, batch: int) -> list[float]:

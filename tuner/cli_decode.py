@@ -55,6 +55,10 @@ def detect(as_json: bool) -> None:
 @click.option("--draft", default=None, help="With 'auto': the draft model. [default: n-gram]")
 @click.option("--alpha", type=float, default=None, help="Relaxation, 0 to 1. [default: the profile's]")
 @click.option("--draft-length", type=int, default=None, help="Most drafted tokens a round. [default: the profile's]")
+@click.option("--compile", default=None, help="off, inductor or tensorrt. [default: the profile's]")
+@click.option(
+    "--cuda-graphs/--no-cuda-graphs", default=None, help="Short passes as CUDA graphs on a GPU. [default: the profile's]"
+)
 @click.option("--max-new-tokens", type=int, default=256, help="Most tokens of the answer.")
 @sampling_options
 @click.option("--stop", multiple=True, help="End at this text; may be given more than once.")
@@ -70,6 +74,8 @@ def generate(
     draft: str | None,
     alpha: float | None,
     draft_length: int | None,
+    compile: str | None,
+    cuda_graphs: bool | None,
     max_new_tokens: int,
     stop: tuple[str, ...],
     seed: int | None,
@@ -81,6 +87,7 @@ def generate(
     from lossyspec.decoder import Decoder
 
     sampling, changes = given(**sampling), given(alpha=alpha, draft_length=draft_length)
+    changes |= given(compile=compile, cuda_graphs=cuda_graphs)
     make_sampling(**sampling)  # wrong values are refused before a model is loaded
     make_settings(**changes)
     Stopping(max_new_tokens, stop_strings=stop)
@@ -104,7 +111,7 @@ def generate(
 
 
 def _changed(settings: Settings, changes: dict[str, Any]) -> Settings:
-    """Settings with a relaxation or a draft length given by hand, which then holds for every batch size."""
+    """Settings with some given by hand; a draft length then holds for every batch size."""
     values = {**settings.model_dump(), **changes}
     if "draft_length" in changes:
         values["schedule"] = ()

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lossyspec.errors import ConfigurationError, nearest
-from lossyspec.settings import PRECISIONS, RULES, make_sampling
+from lossyspec.settings import COMPILES, PRECISIONS, RULES, make_sampling
 
 from .cli_common import Interrupts, given, print_json, sampling_options, show_run
 from .config import SearchConfig, make_config, parse_duration_s, parse_loss, parse_names, parse_numbers
@@ -48,6 +48,8 @@ from .workloads import find_task
     default="auto",
     help="auto, dense, or a list of block-sparse ones as b32-s1-w4-t16-verify: block, sink, window, top, side.",
 )
+@click.option("--compile", "compiled", default="off", help="off, or a list of inductor, tensorrt to search beside it.")
+@click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="On a GPU, replay short passes as CUDA graphs.")
 @click.option("--max-draft-length", type=int, default=8, help="Most drafted tokens a round.")
 @click.option("--max-new-tokens", type=int, default=64, help="Length of the texts that are traced and decoded.")
 @click.option("--texts", type=int, default=16, help="Prompts of each half of the workload.")
@@ -92,13 +94,22 @@ def search(*, resume: bool, dry_run: bool, out: Path | None, as_json: bool, **op
 
 
 def search_config(
-    *, batch: str, budget: str, max_quality_loss: str, precision: str, rules: str, attention: str, **options: Any
+    *,
+    batch: str,
+    budget: str,
+    max_quality_loss: str,
+    precision: str,
+    rules: str,
+    attention: str,
+    compiled: str = "off",
+    **options: Any,
 ) -> SearchConfig:
     """Options as typed in, into a SearchConfig. Raises ConfigurationError naming the option's value and what is allowed."""
     own = find_task(options["task"]).sampling
     sampling = given(**{name: options.pop(name) for name in type(own).model_fields})
-    precisions, chosen = parse_names(precision), parse_names(rules)
-    for name, values, allowed in (("precision", precisions, PRECISIONS), ("rule", chosen, RULES)):
+    precisions, chosen, compilers = parse_names(precision), parse_names(rules), parse_names(compiled)
+    lists = (("precision", precisions, PRECISIONS), ("rule", chosen, RULES), ("compile", compilers, COMPILES))
+    for name, values, allowed in lists:
         if values == ():
             raise ConfigurationError(f"{name} is an empty list; allowed: auto, or some of {', '.join(allowed)}")
         for value in values or ():
@@ -112,5 +123,6 @@ def search_config(
         precisions=precisions,
         rules=chosen,
         attentions=parse_names(attention),
+        compiles=compilers or ("off",),
         sampling=make_sampling(**{**own.model_dump(), **sampling}) if sampling else None,
     )

@@ -8,7 +8,17 @@ from pathlib import Path
 from pydantic import Field, ValidationError, field_validator
 
 from lossyspec.errors import ConfigurationError
-from lossyspec.settings import MAX_DRAFT_LENGTH, RULES, Attention, Model, Precision, Rule, Sampling, validation_message
+from lossyspec.settings import (
+    MAX_DRAFT_LENGTH,
+    RULES,
+    Attention,
+    Compile,
+    Model,
+    Precision,
+    Rule,
+    Sampling,
+    validation_message,
+)
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -31,6 +41,8 @@ class SearchConfig(Model):
     precisions: tuple[Precision, ...] | None = None  # None: all that the hardware has
     rules: tuple[Rule, ...] | None = None  # None: optimal, mixture, priced
     attentions: tuple[str, ...] | None = None  # by name; None: what the draft and the contexts are good for
+    compiles: tuple[Compile, ...] = ("off",)  # searched beside passes that nothing compiles
+    cuda_graphs: bool = True
     max_draft_length: int = Field(8, ge=1, le=MAX_DRAFT_LENGTH)
     seed: int = Field(0, ge=0, lt=2**31)
     storage: str | None = None

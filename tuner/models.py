@@ -46,7 +46,13 @@ class ModelPool:
             target = load(self.config.target, precision)
             draft = load_draft(self.config.draft, target, precision)
             self.target, self.draft = self.target or target, self.draft or draft
-            self._decoders[precision] = Decoder(target, draft)
+            self._decoders[precision] = decoder = Decoder(target, draft)
+            for how in self.config.compiles:
+                if how != "off":
+                    decoder.target.check_compiler(how)
+            for runner in (decoder.target, getattr(decoder.draft, "runner", None)):
+                if isinstance(runner, Runner):  # also where passes run without settings
+                    runner.how = "graphs" if self.config.cuda_graphs else "eager"
         return self._decoders[precision]
 
     def forget(self, precision: Precision) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from lossyspec.likelihood import Floats
 from lossyspec.records import Prediction
-from lossyspec.settings import Precision, Settings
+from lossyspec.settings import Compile, Precision, Settings
 
 from .measurement.costs import CostMeter
 from .replay import Flow, Replay, Replayed
@@ -31,24 +32,33 @@ def _longest(drafted: Floats, batch: int) -> Floats:
 class Objective:
     """Evaluates configurations on one half of the workload.
 
-    precisions: those that plain decoding may use; the fastest of them at a batch size is the baseline there.
+    precisions, compiles: those that plain decoding may use; the fastest of them at a batch size is the baseline there.
     dense: the draft samples from a full q (a model), so that rules cost time on its V numbers.
     """
 
-    def __init__(self, replay: Replay, meter: CostMeter, precisions: tuple[Precision, ...], dense: bool) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        meter: CostMeter,
+        precisions: tuple[Precision, ...],
+        dense: bool,
+        compiles: tuple[Compile, ...] = ("off",),
+    ) -> None:
         self.replay = replay
         self.meter = meter
         self.precisions = precisions
         self.dense = dense
+        self.compiles = compiles
 
     def plain_round_s(self, batch: int) -> tuple[float, Precision]:
         """Seconds of the fastest plain round at a batch size, and its precision."""
-        return min((self.meter.round_s(precision, batch)[0], precision) for precision in self.precisions)
+        formats = itertools.product(self.precisions, self.compiles)
+        return min((self.meter.round_s(precision, batch, compiled=how)[0], precision) for precision, how in formats)
 
     def round_s(self, settings: Settings, flow: Flow, batch: int) -> float:
         """Expected seconds of one pass of the whole batch, drafting and judging included."""
         precision = settings.precision.target
-        verify = self.meter.round_s(precision, batch, settings.attention.on("verify"))
+        verify = self.meter.round_s(precision, batch, settings.attention.on("verify"), settings.compile)
         lengths = _longest(flow.drafted, batch)
         total = float(sum(share * verify[length] for length, share in enumerate(lengths)))
         if settings.draft_length == 0:

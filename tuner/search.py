@@ -121,7 +121,7 @@ class Search:
         traces = self._timed("trace", lambda: make_traces(self.work, folder))
         replay = Replay(traces["search"])
         meter = make_meter(self.work, traces["search"], self.plain_step_s)
-        objective = Objective(replay, meter, self.space.precisions, self.pool.dense)
+        objective = Objective(replay, meter, self.space.precisions, self.pool.dense, self.space.compiles)
         self._timed("costs", lambda: measure_costs(self.work, meter, folder))
         study = self._timed("search", lambda: search_trials(self.work, objective, folder))
         chosen = to_confirm(study.records, self.config.max_quality_loss)

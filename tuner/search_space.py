@@ -15,6 +15,7 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.settings import (
     SOURCES,
     Attention,
+    Compile,
     NgramSettings,
     Policy,
     Precision,
@@ -69,7 +70,7 @@ def _policy_params(policy: Policy) -> dict[str, Any]:
 class SearchSpace:
     """The choices. taus: draft temperatures, none when the draft does not sample. sources: who may draft, if more than
     prompt lookup. attentions: by name; all of the draft's side where the target drafts itself. excluded: the reason by
-    name."""
+    name. compiles: what the target's passes may be compiled by. cuda_graphs: of all settings."""
 
     rules: tuple[Rule, ...]
     precisions: tuple[Precision, ...]
@@ -81,6 +82,8 @@ class SearchSpace:
     excluded: dict[str, str]
     sources: tuple[Source, ...] = SOURCES
     attentions: tuple[str, ...] = ("dense",)
+    compiles: tuple[Compile, ...] = ("off",)
+    cuda_graphs: bool = True
 
     @property
     def dense(self) -> bool:
@@ -97,6 +100,8 @@ class SearchSpace:
         }
         if self.attentions != ("dense",):
             found["attention"] = CategoricalDistribution(self.attentions)
+        if self.compiles != ("off",):
+            found["compile"] = CategoricalDistribution(self.compiles)
         if self.relax:
             found["rule"] = CategoricalDistribution(self.rules)
             found["alpha"] = FloatDistribution(0.0, 1.0, step=0.01)
@@ -146,6 +151,8 @@ class SearchSpace:
             ngram=self._ngram(source, params),
             policy=_policy(params) if alpha > 0 else Policy(),
             attention=attention,
+            compile=params.get("compile", "off"),
+            cuda_graphs=self.cuda_graphs,
         ), int(params["batch_size"])
 
     def _ngram(self, source: Source, params: Mapping[str, Any]) -> NgramSettings | None:
@@ -168,6 +175,7 @@ class SearchSpace:
         min_match: int = _MIXED_MATCHES[0],
         policy: Policy | None = None,
         attention: str | None = None,
+        compiled: Compile = "off",
     ) -> dict[str, Any]:
         """Parameters of a configuration that is enqueued."""
         values = {
@@ -181,6 +189,7 @@ class SearchSpace:
             "source": source,
             "min_match": min_match,
             "attention": attention if attention in self.attentions else self.attentions[0],
+            "compile": compiled,
             **_policy_params(policy or Policy()),
         }
         return {name: values[name] for name in self.distributions}
@@ -248,5 +257,14 @@ def build_space(
     if not taus:
         excluded["tau"] = "the n-gram draft has no temperature"
     return SearchSpace(
-        rules, tuple(precisions), config.batch_sizes, config.max_draft_length, taus, relax and bool(rules), greedy, excluded
+        rules,
+        tuple(precisions),
+        config.batch_sizes,
+        config.max_draft_length,
+        taus,
+        relax and bool(rules),
+        greedy,
+        excluded,
+        compiles=tuple(dict.fromkeys(("off", *config.compiles))),
+        cuda_graphs=config.cuda_graphs,
     )

@@ -134,12 +134,13 @@ def _sampled_texts(work: Work) -> dict[str, Texts]:
     """Texts drawn from the reference target itself for both halves, and the references of the confirmation half."""
     decoder, limit = work.pool.decoder(work.reference), work.config.max_new_tokens
     full = Sampling(temperature=work.sampling.temperature)
+    plain = Settings(draft_length=0, cuda_graphs=work.config.cuda_graphs)
     texts: dict[str, Texts] = {}
     for half, items, seed in (("search", work.workload.search, 1), ("confirm", work.workload.confirm, 2)):
         work.reporter.say(f"sampling {len(items)} texts of at most {limit} tokens from the target ({half} half)")
         prompts = _prompts(work, items)
         drawn = decoder.generate_ids(
-            prompts, limit, seed=1000 * work.config.seed + seed, settings=Settings(draft_length=0), **full.model_dump()
+            prompts, limit, seed=1000 * work.config.seed + seed, settings=plain, **full.model_dump()
         )
         texts[half] = Texts(
             prompts, [answer.tokens for answer in drawn], [answer.finish_reason == "length" for answer in drawn]
@@ -168,13 +169,15 @@ def make_meter(work: Work, trace: Trace, plain_step_s: float | None = None) -> C
         work.config.max_draft_length,
         repeats=_repeats(work, plain_step_s),
         precision=work.reference,
+        cuda_graphs=work.config.cuda_graphs,
     )
 
 
 def _repeats(work: Work, plain_step_s: float | None) -> int:
     if plain_step_s is None:
         return REPEATS
-    targets = len(work.space.precisions) * len({Attention.named(name).on("verify") for name in work.space.attentions})
+    formats = len(work.space.precisions) * len(work.space.compiles)
+    targets = formats * len({Attention.named(name).on("verify") for name in work.space.attentions})
     rounds = targets * len(work.space.batch_sizes) * (work.config.max_draft_length + 1)
     # a round of several tokens and rows takes about twice a plain step, or less
     return min(REPEATS, max(_MIN_REPEATS, int(_COST_SHARE * work.config.budget_s / (2 * rounds * plain_step_s))))
@@ -185,14 +188,14 @@ def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
     if folder.costs.exists():  # on resume they hold for the search; the live runs measure speed anew in any case
         meter.table = CostTable.read(folder.costs)
     attentions = [Attention.named(name) for name in work.space.attentions]
-    cells = list(itertools.product(work.space.batch_sizes, work.space.precisions, attentions))
+    cells = list(itertools.product(work.space.batch_sizes, work.space.precisions, attentions, work.space.compiles))
     with work.reporter.steps(
         f"measuring the cost of a round ({', '.join(work.space.precisions)}; batch "
         f"{', '.join(map(str, work.space.batch_sizes))})",
         len(cells),
     ) as step:
-        for batch, precision, attention in cells:
-            meter.round_s(precision, batch, attention.on("verify"))
+        for batch, precision, attention, how in cells:
+            meter.round_s(precision, batch, attention.on("verify"), how)
             meter.draft_step_s(precision, batch, attention.on("draft"))
             step.advance()
             if work.stop():

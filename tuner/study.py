@@ -82,9 +82,13 @@ class Study:
 
     def enqueue_baselines(self) -> None:
         """Plain decoding at each precision and batch size, and lossless at its own best draft length, come first."""
-        for batch, precision in itertools.product(self.space.batch_sizes, self.space.precisions):
-            for attention in self.space.attentions if self.space.attentions[0] == "dense" else (None,):
-                plain = self.space.params(draft_length=0, precision=precision, batch_size=batch, attention=attention)
+        attentions = self.space.attentions if self.space.attentions[0] == "dense" else (None,)
+        formats = list(itertools.product(self.space.precisions, attentions, self.space.compiles))
+        for batch in self.space.batch_sizes:
+            for precision, attention, how in formats:
+                plain = self.space.params(
+                    draft_length=0, precision=precision, batch_size=batch, attention=attention, compiled=how
+                )
                 self.study.enqueue_trial(plain, skip_if_exists=True)
         for batch in self.space.batch_sizes:
             lossless = self.best_lossless(batch)
@@ -101,10 +105,16 @@ class Study:
         lengths = range(1, self.space.max_draft_length + 1)
         # with the target's own sparse attention it would not be lossless
         attentions = ("dense",) if self.space.attentions[0] == "dense" else self.space.attentions
-        grid = itertools.product(self.space.precisions, lengths, thetas, sources, attentions)
-        for precision, length, level, source, attention in grid:
+        grid = itertools.product(self.space.precisions, lengths, thetas, sources, attentions, self.space.compiles)
+        for precision, length, level, source, attention, how in grid:
             tried = self.space.params(
-                draft_length=length, precision=precision, batch_size=batch, theta=level, source=source, attention=attention
+                draft_length=length,
+                precision=precision,
+                batch_size=batch,
+                theta=level,
+                source=source,
+                attention=attention,
+                compiled=how,
             )
             settings, _ = self.space.settings(tried)
             flow = self.objective.replay.run(settings).flow

@@ -21,7 +21,7 @@ from lossyspec.records import write_text
 from lossyspec.rows import Job
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice
-from lossyspec.settings import MAX_DRAFT_LENGTH, Attention, Precision, Sampling, Settings, format_of, make_settings
+from lossyspec.settings import MAX_DRAFT_LENGTH, Attention, Compile, Precision, Sampling, Settings, format_of, make_settings
 from lossyspec.stats import Stats
 from lossyspec.stopping import Stopping
 from lossyspec.verification import judge
@@ -56,9 +56,9 @@ class _Scripted(StatelessDraft):
 
 @dataclass
 class CostTable:
-    """Seconds by (format, batch), a format being a precision, maybe with sparse attention: `round_s` of a pass that verifies
-    n tokens, host time included; `draft_step_s` of one step of a draft model; `lookup_s` of drafting d tokens by n-gram;
-    `judge_s` what a rule costs over `exact`."""
+    """Seconds by (format, batch), a format being a precision, maybe with sparse attention or a compiler: `round_s` of a pass
+    that verifies n tokens, host time included; `draft_step_s` of one step of a draft model; `lookup_s` of drafting d tokens
+    by n-gram; `judge_s` what a rule costs over `exact`; `compile_s` of compiling what a cell was the first to need."""
 
     context: int
     round_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
@@ -66,6 +66,7 @@ class CostTable:
     lookup_s: dict[int, list[float]] = field(default_factory=dict)
     judge_s: dict[tuple[str, int], float] = field(default_factory=dict)
     spread: dict[tuple[str, int], float] = field(default_factory=dict)  # median absolute deviation over the median
+    compile_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def dump(self) -> dict[str, Any]:
         """As JSON data."""
@@ -81,6 +82,7 @@ class CostTable:
             "lookup_s": flat(self.lookup_s),
             "judge_s": flat(self.judge_s),
             "spread": flat(self.spread),
+            "compile_s": flat(self.compile_s),
         }
 
     def write(self, path: Path) -> None:
@@ -105,6 +107,7 @@ class CostTable:
                 {int(key): value for key, value in data["lookup_s"].items()},
                 pairs("judge_s"),
                 pairs("spread"),
+                pairs("compile_s") if "compile_s" in data else {},  # older tables have none
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{path}: not a cost table ({error})") from None
@@ -127,6 +130,7 @@ class CostMeter:
         clock: Clock = default_clock,
         repeats: int = REPEATS,
         precision: Precision = "fp32",
+        cuda_graphs: bool = True,
     ) -> None:
         self.runners = runners
         self.prompts = prompts
@@ -135,6 +139,7 @@ class CostMeter:
         self.clock = clock
         self.repeats = repeats
         self.precision = precision
+        self.cuda_graphs = cuda_graphs
         self.table = CostTable(context)
 
     def _rows(self, batch: int, context: int) -> list[list[int]]:
@@ -161,11 +166,13 @@ class CostMeter:
                 break
         return stats
 
-    def round_s(self, precision: Precision, batch: int, attention: Attention | None = None) -> list[float]:
+    def round_s(
+        self, precision: Precision, batch: int, attention: Attention | None = None, compiled: Compile = "off"
+    ) -> list[float]:
         """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch; all lengths interleaved.
-        attention: the target's."""
+        attention, compiled: of the target."""
         sparse = attention or Attention()
-        key = (format_of(precision, sparse), batch)
+        key = (format_of(precision, sparse, compiled), batch)
         if key not in self.table.round_s:
             target, _ = self.runners(precision)
             lengths = list(range(self.max_draft_length + 1))
@@ -173,8 +180,11 @@ class CostMeter:
             for repeat in range(self.repeats):  # up and down, so that a drift of the machine hits all alike
                 order += lengths if repeat % 2 == 0 else lengths[::-1]
             draft = _Scripted(order, target.vocab_size, target.device)
-            settings = Settings(rule="exact", draft_length=MAX_DRAFT_LENGTH, attention=sparse)
+            settings = self._settings(MAX_DRAFT_LENGTH, sparse, compiled)
+            before = target.compile_s if compiled != "off" else 0.0
             stats = self._decode(target, draft, batch, len(order), settings)
+            if compiled != "off":  # within the warm-up
+                self.table.compile_s[key] = target.compile_s - before
             kept = list(zip(order, stats.round_times_s, strict=True))[len(lengths) * _WARM_UP :]
             samples = [[seconds for length, seconds in kept if length == wanted] for wanted in lengths]
             medians = [float(np.median(part)) for part in samples]
@@ -199,11 +209,15 @@ class CostMeter:
                 return 0.0
             times = []
             for _ in range(3):
-                settings = Settings(rule="exact", draft_length=4, attention=sparse)
-                stats = self._decode(target, draft, batch, 6, settings)
+                stats = self._decode(target, draft, batch, 6, self._settings(4, sparse))
                 times.append(stats.draft_s / max(stats.draft_steps, 1))
             self.table.draft_step_s[key] = float(np.median(times))
         return self.table.draft_step_s[key]
+
+    def _settings(self, draft_length: int, attention: Attention, compiled: Compile = "off") -> Settings:
+        return Settings(
+            rule="exact", draft_length=draft_length, attention=attention, compile=compiled, cuda_graphs=self.cuda_graphs
+        )
 
     def lookup_s(self, batch: int) -> list[float]:
         """Median seconds of drafting at most 0, 1, .. tokens by n-gram in each row of a batch."""

@@ -1,0 +1,82 @@
+"""torch's products of activations with packed int8 and int4 weights, by device.
+
+On a GPU: `_weight_int8pack_mm` reads activations and scales in fp32 (aten/src/ATen/native/cuda/int8mm.cu);
+`_weight_int4pack_mm` wants bf16, outputs in 8s, inputs in whole tiles, and compute capability 8.0 (int4mm.cu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .hardware import packed_problem
+
+#: inputs of an int4 group
+GROUP = 32
+_CPU_TILES = 2
+#: 16 inputs each, so many of them packed together on a GPU: as many as go into the width
+_CUDA_TILES = (8, 4, 2)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Of one kind of device. outputs4: int4 matrices have them in so many.
+
+    pack4: numbers 0 .. 15 (out, in) int32 -> as `times4` wants them. times4, times8: x (n, in) in bf16, packed weights and
+    their scales -> (n, out). scales8: the dtype of the scales of `times8`."""
+
+    outputs4: int
+    pack4: Callable[[Tensor], Tensor]
+    times4: Callable[[Tensor, Tensor, Tensor], Tensor]
+    times8: Callable[[Tensor, Tensor, Tensor], Tensor]
+    scales8: torch.dtype
+
+
+def _pack4_cpu(numbers: Tensor) -> Tensor:
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, _CPU_TILES)
+
+
+def _times4_cpu(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
+
+
+def _times8_cpu(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return torch._weight_int8pack_mm(x, weight, scales)
+
+
+def _pack4_cuda(numbers: Tensor) -> Tensor:
+    """Two numbers a byte, the first of them in the upper half, then by torch into the order of the tensor cores."""
+    tiles = next(count for count in _CUDA_TILES if numbers.shape[1] % (16 * count) == 0)
+    pairs = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
+    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+
+
+def _times4_cuda(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    return torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales)
+
+
+def _times8_cuda(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    # torch 2.9 gives fp32 for any activations, later ones their dtype: in fp32 both do
+    return torch._weight_int8pack_mm(x.float(), weight, scales)
+
+
+CPU = Kernels(16, _pack4_cpu, _times4_cpu, _times8_cpu, torch.bfloat16)
+CUDA = Kernels(8, _pack4_cuda, _times4_cuda, _times8_cuda, torch.float32)
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """Those of a device."""
+    return CUDA if device.type == "cuda" else CPU
+
+
+def unusable(precision: str, device: torch.device) -> str | None:
+    """Why a device cannot run packed weights; None: it can."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"packed weights run on CPUs and NVIDIA GPUs, not on {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return packed_problem(precision, torch.cuda.get_device_name(device), f"{major}.{minor}", torch.__version__)
