@@ -189,7 +189,8 @@ class Settings(Model):
     confidence is under it. draft_length: most drafted tokens a round; 0 is plain decoding.
     source: who drafts: the loaded draft; prompt lookup although a draft is loaded; or `mixed`: prompt lookup in rounds that
     begin after a match of at least `ngram.min_match` tokens, for as long as it finds such matches, else the loaded draft.
-    policy: where alpha acts. attention: dense, or block-sparse on one side.
+    policy: where alpha acts. attention: dense, or block-sparse on one side. lanes: a draft model goes on while the target
+    verifies, see `lossyspec.lanes`; it changes the speed alone, and only costs where the device has no streams.
     """
 
     rule: Rule = "optimal"
@@ -202,6 +203,7 @@ class Settings(Model):
     ngram: NgramSettings | None = None
     policy: Policy = Policy()
     attention: Attention = Attention()
+    lanes: bool = False
     schedule: tuple[ScheduleRow, ...] = ()
 
     @property
