@@ -78,14 +78,14 @@ def foresee(
     request: Callable[[list[list[int]]], Request],
     ask: Callable[[Request], Proposal],
 ) -> Ahead | None:
-    """The next round's proposal if all of this one is accepted. None where a row would end, or nothing would be drafted.
+    """The next round's proposal if all of this one is accepted. None where a row would end, or have no room for a draft.
 
     numbers: (rows, n) of the verdict, the last column for the token that follows. request(news): what the next round asks
     when each row has grown by `news`. An error is about a future that may not come: it is left to the round that meets it.
     """
     try:
         news = [new[:length] for new, length in zip(proposal.tokens.tolist(), proposal.lengths, strict=True)]
-        if any(_last(row, new) for row, new in zip(rows, news, strict=True)):
+        if max(request(news).limits) <= 0 or any(_full(row, new) for row, new in zip(rows, news, strict=True)):
             return None
         guess = ask(_guessing(request(news), numbers))
         if 0 in guess.lengths:
@@ -93,16 +93,15 @@ def foresee(
         news = [[*new, token] for new, (token, *_) in zip(news, guess.tokens.tolist(), strict=True)]
         if any(cut(row.output, new, row.job.stopping, row.job.tokenizer)[1] for row, new in zip(rows, news, strict=True)):
             return None
-        wanted = request(news)
-        return _drawn_ahead(wanted, ask, guess.steps) if max(wanted.limits) > 0 else None
+        return _drawn_ahead(request(news), ask, guess.steps)
     except Exception:
         logger.debug("a prefetch failed: the next round drafts for itself", exc_info=True)
         return None
 
 
-def _last(row: Row, new: Sequence[int]) -> bool:
-    """Whether the token after `new` is the last one that the row may have."""
-    return len(row.output) + len(new) + 1 >= row.job.stopping.max_new_tokens
+def _full(row: Row, new: Sequence[int]) -> bool:
+    """Whether the row may have no more than one token behind the one that follows `new`."""
+    return len(row.output) + len(new) + 2 >= row.job.stopping.max_new_tokens
 
 
 def _guessing(request: Request, numbers: Tensor) -> Request:
