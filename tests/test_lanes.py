@@ -398,7 +398,8 @@ def test_a_prefetch_that_fails_is_left_to_the_round_that_meets_it(
     for rows, draft_length in ((1, 2), (3, 4)):
         stats = with_and_without(
             Runner(model), lambda: model_draft(perturbed(model, 0.03)), [prompt * 2 for prompt in random_prompts(rows)],
-            sampling, draft_length=draft_length, processors=[breaking], new=40, source=source, ngram=NgramSettings(min_match=3),
+            sampling, draft_length=draft_length, processors=[breaking], new=40,
+            source=source, ngram=NgramSettings(min_match=3),
         )  # fmt: skip
         assert stats.prefetched < stats.passes
     assert breaking.failed > 2
