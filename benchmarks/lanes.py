@@ -58,8 +58,9 @@ def main() -> None:
     kept, made = (sum(getattr(stats, name) for stats in runs[True]) for name in ("prefetches_kept", "prefetched"))
     print(
         f"{options.target}, {options.draft}, {options.precision}, batch {options.batch}, "
-        f"draft length {options.draft_length}, {target.model.device}: {speeds[1]:.1f} tokens/s with lanes, {speeds[0]:.1f} without, {speeds[1] / speeds[0]:.2f}x "
-        f"{interval}; {kept} of {made} prefetches kept; {alike} of {options.blocks} blocks token-identical"
+        f"draft length {options.draft_length}, {target.model.device}: "
+        f"{speeds[1]:.1f} tokens/s with lanes, {speeds[0]:.1f} without, {speeds[1] / speeds[0]:.2f}x {interval}; "
+        f"{kept} of {made} prefetches kept; {alike} of {options.blocks} blocks token-identical"
     )
 
 
