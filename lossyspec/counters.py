@@ -24,6 +24,8 @@ _METRICS: tuple[tuple[str, str, str, str, str | None], ...] = (
     ("rounds_total", "counter", "Rounds, each row of a batch its own.", "rounds", None),
     ("drafted_tokens_total", "counter", "Drafted tokens that were verified.", "drafted", None),
     ("accepted_tokens_total", "counter", "Drafted tokens that were accepted.", "accepted", None),
+    ("prefetches_total", "counter", "Proposals of a batch drafted ahead of their round.", "prefetched", None),
+    ("prefetches_kept_total", "counter", "Of those, the ones that were used.", "prefetches_kept", None),
     ("relaxed_tokens_total", "counter", "Tokens of answers judged with alpha over 0.", "relaxed", None),
     ("relaxed_variation_total", "counter", "Sum of TV(emitted law, target) over relaxed tokens.", "variation", None),
     ("rolling_variation", "gauge", "Mean TV a token over the guard's rolling window.", "rolling_variation", None),
@@ -60,6 +62,8 @@ class Counters:
             values["rounds"] += len(done.tokens)
             for key in ("tokens", "drafted", "accepted", "relaxed", "variation"):
                 values[key] += sum(getattr(done, key))
+            values["prefetched"] += done.prefetched
+            values["prefetches_kept"] += done.kept
             seconds["draft"] += done.draft_s
             seconds["verify"] += done.verify_s
             seconds["host"] += done.total_s - done.draft_s - done.verify_s

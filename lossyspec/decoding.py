@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from time import perf_counter
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from .drafting import Draft, Proposal, Request
 from .errors import ConfigurationError, NumericalError, mark_row
 from .guard import Watch
+from .lanes import Ahead, Lanes, foresee, foreseeable, make_lanes
 from .mixed_drafting import propose
 from .policy import Seen, factors, moved
 from .rows import Job, Row
@@ -58,6 +60,12 @@ class Batch:
     def __init__(self, target: Runner, draft: Draft | None, watch: Watch | None = None) -> None:
         self.target, self.draft, self.watch = target, draft, watch
         self.rows: list[Row] = []
+        self._ahead: Ahead | None = None
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """How a pass and a prefetch run beside each other."""
+        return make_lanes(self.target.device)
 
     @torch.inference_mode()
     def start(self, rows: list[Row], kept: int = 0) -> float:
@@ -113,11 +121,12 @@ class Batch:
         leaves the rows as they were, but for what their generators have drawn."""
         rows, began = self.rows, perf_counter()
         settings = self._settings()
-        proposal = self._propose(settings)
+        proposal, kept = self._propose(settings)
+        numbers = self._numbers(proposal)
         drafted = perf_counter()
-        logits = self._verify(proposal, settings)
+        logits, self._ahead = self._verify(proposal, numbers, settings)
         verified = perf_counter()
-        verdict, alpha = self._judge(logits, proposal, settings)
+        verdict, alpha = self._judge(logits, proposal, numbers, settings)
         judged, tokens, variation = perf_counter(), proposal.tokens.tolist(), verdict.variation.tolist()
         news, marks, moves = [], [], []
         for place, row in enumerate(rows):
@@ -131,8 +140,10 @@ class Batch:
             moves.append(sum(variation[place][depth] for depth, mark in enumerate(relaxed) if mark))
             row.variation += moves[-1]
         done = Round(
-            proposal.lengths, verdict.accepted, news, marks, moves, proposal.steps,
+            proposal.lengths, verdict.accepted, news, marks, moves,
+            (0 if kept else proposal.steps) + (self._ahead.steps if self._ahead is not None else 0),
             drafted - began, verified - drafted, judged - verified, perf_counter() - began,
+            kept, self._ahead is not None,
         )  # fmt: skip
         if self.watch is not None:
             self.watch.saw(rows, done)
@@ -143,32 +154,60 @@ class Batch:
         job, alpha = self.rows[0].job, max(row.alpha for row in self.rows)
         return job.settings if alpha == job.alpha else job.settings.model_copy(update={"alpha": alpha})
 
-    def _propose(self, settings: Settings) -> Proposal:
-        rows, usual, limits = self.rows, settings.draft_length_for(len(self.rows)), []
-        for row in rows:
+    def _propose(self, settings: Settings) -> tuple[Proposal, bool]:
+        """The round's proposal, and whether it is the one that the last round has prefetched."""
+        request = self._request(settings, [[] for _ in self.rows])
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.answers(request):
+            return ahead.take(), True
+        return self._ask(request), False
+
+    def _request(self, settings: Settings, news: list[list[int]]) -> Request:
+        """What a round asks the draft for when each row has grown by `news`."""
+        prefixes, limits, usual = [], [], settings.draft_length_for(len(self.rows))
+        for row, new in zip(self.rows, news, strict=True):
             most = usual if row.job.draft_length is None else row.job.draft_length
-            limits.append(min(most, row.job.stopping.max_new_tokens - len(row.output) - 1))
-        if self.draft is None or max(limits) <= 0:
-            return Proposal.empty(len(rows), self.target.device)
-        request = Request([row.tokens for row in rows], limits, settings, [row.job.choice for row in rows])
+            limits.append(min(most, row.job.stopping.max_new_tokens - len(row.output) - len(new) - 1))
+            prefixes.append(row.tokens + new)
+        return Request(prefixes, limits, settings, [row.job.choice for row in self.rows])
+
+    def _ask(self, request: Request) -> Proposal:
+        if self.draft is None or max(request.limits) <= 0:
+            return Proposal.empty(len(request.prefixes), self.target.device)
         return propose(self.draft, request, self.target.vocab_size, self.target.device)
 
-    def _verify(self, proposal: Proposal, settings: Settings) -> Tensor:
-        """The target's logits (batch, width + 1, V) after each row's last token and its drafted ones."""
+    def _numbers(self, proposal: Proposal) -> Tensor:
+        """(batch, width + 1) uniform numbers for the verdict; the last column is for the token after the accepted ones."""
+        lengths, width = torch.tensor(proposal.lengths, device=self.target.device), proposal.tokens.shape[1]
+        drawn = uniforms([row.job.choice for row in self.rows], [length + 1 for length in proposal.lengths], lengths.device)
+        numbers = torch.nn.functional.pad(drawn, (0, width + 1 - drawn.shape[1]))
+        numbers[:, -1:] = drawn.gather(1, lengths[:, None])
+        return numbers
+
+    def _verify(self, proposal: Proposal, numbers: Tensor, settings: Settings) -> tuple[Tensor, Ahead | None]:
+        """The target's logits (batch, width + 1, V) after each row's last token and its drafted ones; with lanes, the next
+        round's proposal if all of them are accepted."""
         starts = [len(row.prompt) + len(row.output) - 1 for row in self.rows]
         last = torch.tensor([[(row.output or row.prompt)[-1]] for row in self.rows], device=self.target.device)
-        logits = self.target.logits(torch.cat([last, proposal.tokens], 1), starts, settings.attention.on("verify"))
+        tokens, attention, ahead = torch.cat([last, proposal.tokens], 1), settings.attention.on("verify"), None
+        if foreseeable(self.draft, settings):
+            logits, ahead = self.lanes.beside(
+                lambda: self.target.launch(tokens, starts, attention),
+                lambda: foresee(self.rows, proposal, numbers, lambda news: self._request(settings, news), self._ask),
+            )
+            self.target.check(logits, starts)
+        else:
+            logits = self.target.logits(tokens, starts, attention)
         if self.draft is not None:
             self.draft.observe(self.target.features, starts)
-        return logits
+        return logits, ahead
 
-    def _judge(self, logits: Tensor, proposal: Proposal, settings: Settings) -> tuple[Verdict, list[list[float]]]:
+    def _judge(
+        self, logits: Tensor, proposal: Proposal, numbers: Tensor, settings: Settings
+    ) -> tuple[Verdict, list[list[float]]]:
         """The verdict, and alpha at each drafted token."""
         rows, choices = self.rows, [row.job.choice for row in self.rows]
         p = laws(logits, [row.tokens for row in rows], proposal.tokens, choices)
-        drawn = uniforms(choices, [length + 1 for length in proposal.lengths], p.device)
-        numbers = torch.nn.functional.pad(drawn, (0, proposal.tokens.shape[1] + 1 - drawn.shape[1]))
-        numbers[:, -1:] = drawn.gather(1, torch.tensor(proposal.lengths, device=p.device)[:, None])
         alpha = torch.tensor([row.alpha for row in rows], device=p.device)[:, None].expand(proposal.tokens.shape)
         seen = Seen(p) if settings.policy.active and settings.relaxed else None
         if seen is not None:

@@ -20,12 +20,14 @@ class Request:
 
     prefixes: prompt and output of each row. limits: most tokens to draft for each row, already within draft_length.
     settings: of all rows, lossless only when each of them is. choices: how each row chooses its tokens.
+    numbers: (rows, n) uniform numbers to draw the first n tokens with; None: from the rows' generators.
     """
 
     prefixes: Sequence[Sequence[int]]
     limits: Sequence[int]
     settings: Settings
     choices: Sequence[Choice]
+    numbers: Tensor | None = None
 
     @property
     def penalised(self) -> bool:
@@ -240,9 +242,8 @@ def draw_round(
         if request.greedy:
             chosen = q.argmax(-1)
         else:
-            counts = [int(alive and not choice.greedy) for alive, choice in zip(live, request.choices, strict=True)]
             # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
-            chosen = draw(q, uniforms(request.choices, counts, device)[:, 0]).clamp_max(q.shape[-1] - 1)
+            chosen = draw(q, _numbers(request, live, column, device)).clamp_max(q.shape[-1] - 1)
             if any(greedy):
                 chosen = torch.where(torch.tensor(greedy, device=device), q.argmax(-1), chosen)
         drafted[:, column] = chosen if support is None else support[chosen]
@@ -250,6 +251,14 @@ def draw_round(
         lengths = [length + alive for length, alive in zip(lengths, live, strict=True)]
     stacked = torch.stack(drawn_from, 1) if drawn_from and not request.greedy else None
     return Proposal(drafted[:, : len(drawn_from)], lengths, stacked, steps, None if stacked is None else support)
+
+
+def _numbers(request: Request, live: list[bool], column: int, device: torch.device) -> Tensor:
+    """(rows,) the uniform numbers that draw the round's `column`-th token."""
+    if request.numbers is not None:
+        return request.numbers[:, column]
+    counts = [int(alive and not choice.greedy) for alive, choice in zip(live, request.choices, strict=True)]
+    return uniforms(request.choices, counts, device)[:, 0]
 
 
 class ModelDraft:
@@ -318,6 +327,8 @@ class ModelDraft:
                 return request.law(self._logits(drafted[:, -1:], ends, [1] * len(ends)), drafted)
             unread = [[*prefix[-count:], *[0] * back][:back] for prefix, count in zip(prefixes, counts, strict=True)]
             starts = [len(prefix) - count for prefix, count in zip(prefixes, counts, strict=True)]
+            # should the pass fail, what it was to write over is not held any more
+            self._read = [list(prefix[:start]) for prefix, start in zip(prefixes, starts, strict=True)]
             return request.law(self._logits(torch.tensor(unread, device=device), starts, counts), drafted)
 
         proposal = draw_round(request, law, [limit > 0 for limit in request.limits], device)

@@ -97,12 +97,24 @@ class Runner:
         """Reads `tokens` (batch, n), row i from slot `starts[i]`; returns fp32 logits (batch, n, vocab_size).
 
         attention: block-sparse for these tokens; None: all that came before. Columns that only pad a row may hold any token:
-        what they write is overwritten later. Raises NumericalError naming the model and the position when a logit is NaN or
-        +inf, and ConfigurationError for sparse attention that the model does not have.
+        what they write is overwritten later. Raises what `launch` and `check` raise.
+        """
+        logits = self.launch(tokens, starts, attention)
+        self.check(logits, starts)
+        return logits
+
+    @torch.inference_mode()
+    def launch(self, tokens: Tensor, starts: list[int], attention: Attention | None = None) -> Tensor:
+        """The same, queued on the device and not waited for: the logits have yet to be checked.
+
+        Raises ConfigurationError for sparse attention that the model does not have.
         """
         if attention is not None and attention.block:
             self.check_sparse()
-        logits = self._logits(tokens, starts, attention)[..., : self.vocab_size].float()
+        return self._logits(tokens, starts, attention)[..., : self.vocab_size].float()
+
+    def check(self, logits: Tensor, starts: list[int]) -> None:
+        """Waits for logits of `launch`. Raises NumericalError naming the model and the position when one is NaN or +inf."""
         worst = logits.amax(-1)  # NaN spreads through amax
         if not bool(torch.isfinite(worst).all()):
             row, column = (~torch.isfinite(worst)).nonzero()[0].tolist()
@@ -113,7 +125,6 @@ class Runner:
             )
             mark_row(error, row)
             raise error
-        return logits
 
     def select(self, rows: list[int]) -> None:
         """Keeps these rows of the batch."""

@@ -197,6 +197,8 @@ class Settings(Model):
     policy: where alpha acts. attention: dense, or block-sparse on one side.
     compile: what compiles the target's passes of few tokens, see `lossyspec.compiled`. cuda_graphs: those that nothing
     compiles are CUDA graphs on a GPU, see `lossyspec.graphs`. Neither changes a law; both may change how it is rounded.
+    lanes: a draft model goes on while the target verifies, see `lossyspec.lanes`; it changes the speed alone, and only costs
+    where the device has no streams.
     """
 
     rule: Rule = "optimal"
@@ -211,6 +213,7 @@ class Settings(Model):
     attention: Attention = Attention()
     compile: Compile = "off"
     cuda_graphs: bool = True
+    lanes: bool = False
     schedule: tuple[ScheduleRow, ...] = ()
 
     @property

@@ -13,7 +13,8 @@ class Round:
 
     relaxed: tokens of each row's text that a rule with alpha over 0 judged; variation: the sum of TV(pi, p) over them.
     steps: forward passes of the draft. Seconds of the whole batch, by the wall clock: drafting, the target's pass, the
-    verdict, and all of the round.
+    verdict, and all of the round. With lanes: kept says that the proposal was made in the round before, prefetched that one
+    for the next round has been made, whose steps count here and whose seconds are in verify_s.
     """
 
     drafted: list[int]
@@ -26,6 +27,8 @@ class Round:
     verify_s: float
     judge_s: float
     total_s: float
+    kept: bool = False
+    prefetched: bool = False
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Stats:
 
     rounds counts row-rounds (a batch of 4 rows in one pass is 4); passes counts target passes. drafted and accepted
     are per depth in `drafted_at`, `accepted_at`. emitted tokens include those cut after a stop. Seconds: wall clock.
+    prefetched: proposals made ahead of their round, for the whole batch; prefetches_kept: those that were used.
     """
 
     rows: int = 0
@@ -43,6 +47,8 @@ class Stats:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     draft_steps: int = 0
+    prefetched: int = 0
+    prefetches_kept: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -65,6 +71,11 @@ class Stats:
     def acceptance(self) -> float | None:
         """Accepted over drafted; None when nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def prefetches_thrown(self) -> int:
+        """Proposals made ahead of their round that were not used."""
+        return self.prefetched - self.prefetches_kept
 
     @property
     def tokens_per_round(self) -> float | None:
@@ -100,6 +111,8 @@ class Stats:
         self.tokens += tokens
         self.passes += 1
         self.draft_steps += done.steps
+        self.prefetched += done.prefetched
+        self.prefetches_kept += done.kept
         self.draft_s += done.draft_s
         self.verify_s += done.verify_s
         self.judge_s += done.judge_s

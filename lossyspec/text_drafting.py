@@ -129,6 +129,8 @@ class TextDraft:
         if max(starts) + width > self.runner.cache.capacity:
             self.runner.cache.grow(max(starts) + width + _GROW_SLOTS)
         unread = [(text[start:] + [text[-1]] * width)[:width] for text, start in zip(texts, starts, strict=True)]
+        # should the pass fail, what it was to write over is not held any more
+        self._read = [text[:start] for text, start in zip(texts, starts, strict=True)]
         logits = self.runner.logits(torch.tensor(unread, device=self.runner.device), starts)
         self._read = texts
         last = torch.tensor(counts, device=logits.device) - 1

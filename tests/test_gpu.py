@@ -98,6 +98,25 @@ def test_quantised_models_load_on_the_gpu_and_are_lossless_against_themselves(pr
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_lanes_on_the_gpu_change_no_token(temperature: float) -> None:
+    """The target as its own draft, so that all is kept; and one that agrees with it now and then."""
+    loaded = LoadedModel(tiny_model().cuda(), tiny_tokenizer(), {"id": "tiny"}, "fp32")
+    other = LoadedModel(tiny_model(seed=1).cuda(), tiny_tokenizer(), {"id": "draft"}, "fp32")
+    for draft in (loaded, other):
+        decoder = Decoder(loaded, draft)
+        decoder.eos_ids = frozenset()
+        for prompts in (PROMPTS, PROMPTS[:1]):
+            want, got = (
+                decoder.generate_ids(prompts, 64, seed=3, temperature=temperature, settings=Settings(lanes=lanes))
+                for lanes in (False, True)
+            )
+            assert [answer.tokens for answer in got] == [answer.tokens for answer in want]
+            assert got.stats.prefetched > 0 == want.stats.prefetched
+            if draft is loaded:
+                assert got.stats.prefetches_kept == got.stats.prefetched
+
+
 def test_sampling_on_the_gpu_is_reproduced_by_its_seed() -> None:
     loaded = LoadedModel(tiny_model().cuda(), tiny_tokenizer(), {"id": "tiny"}, "fp32")
     runs = [Decoder(loaded).generate_ids(PROMPTS, 32, seed=7, temperature=0.9) for _ in range(2)]

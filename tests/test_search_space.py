@@ -147,6 +147,9 @@ def test_prompt_lookup_has_no_weights_and_no_temperature_a_model_has_both() -> N
     assert ngram.ngram == NgramSettings()
     assert "tau" not in SPACES["ngram"].distributions
     assert SPACES["ngram"].excluded["tau"] == "the n-gram draft has no temperature"
+    assert "lanes" not in SPACES["ngram"].excluded
+    assert "lanes" not in SPACES["dense"].distributions
+    assert "measured on no device" in SPACES["dense"].excluded["lanes"]
     assert SPACES["dense"].distributions["tau"] == CategoricalDistribution(TAUS)
     assert "tau" not in SPACES["greedy dense"].distributions
     dense, _ = SPACES["dense"].settings(SPACES["dense"].params(draft_length=2, precision="bf16", batch_size=1))

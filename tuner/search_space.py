@@ -33,6 +33,11 @@ _DEFAULT_RULES: tuple[Rule, ...] = ("optimal", "mixture", "priced")
 _NGRAM_THETAS = (0.0, 0.6, 0.7, 0.78)
 #: shortest match after which a mixed round is prompt lookup
 _MIXED_MATCHES = (2, 4)
+#: why lanes stay off
+_NO_LANES = (
+    "the cost table times draft and target one after the other; what they gain beside each other has been measured on no "
+    "device yet: set it by hand where benchmarks/lanes.py shows a gain"
+)
 _NGRAM_TWINS: dict[Rule, Rule] = {"mixture": "optimal"}
 
 
@@ -256,6 +261,8 @@ def build_space(
         raise ConfigurationError("rule typical cannot be replayed with a draft model; allowed with --draft ngram")
     if not taus:
         excluded["tau"] = "the n-gram draft has no temperature"
+    else:
+        excluded["lanes"] = _NO_LANES
     return SearchSpace(
         rules,
         tuple(precisions),
