@@ -15,7 +15,7 @@ Source = Literal["draft", "ngram", "mixed"]
 Boundary = Literal["sentence", "paragraph", "list", "line"]
 AttentionSide = Literal["draft", "verify"]
 Compile = Literal["off", "inductor", "tensorrt"]
-#: how a pass of few tokens runs: by a compiler, replayed as a CUDA graph where there is one, or operation by operation
+#: how a pass of few tokens runs: compiled, replayed as a CUDA graph where there is one, or operation by operation
 Passes = Literal["inductor", "tensorrt", "graphs", "eager"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -164,8 +164,7 @@ class Attention(Model):
 
 def format_of(precision: str, attention: Attention, compiled: Compile = "off") -> str:
     """A precision with an attention and a compiler, by name: `int4`, or as `int4+b32-s1-w4-t16-verify+inductor`."""
-    parts = [precision, *([attention.name] if attention.block else []), *([compiled] if compiled != "off" else [])]
-    return "+".join(parts)
+    return "+".join([precision, *([attention.name] if attention.block else []), *([compiled] if compiled != "off" else [])])
 
 
 #: what the draft `self` sees where the settings name nothing else
@@ -239,9 +238,7 @@ class Settings(Model):
     @property
     def passes(self) -> Passes:
         """How the target's passes of few tokens run."""
-        if self.compile != "off":
-            return self.compile
-        return "graphs" if self.cuda_graphs else "eager"
+        return self.compile if self.compile != "off" else "graphs" if self.cuda_graphs else "eager"
 
     @property
     def draft_format(self) -> str:
