@@ -223,6 +223,7 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
 
     device: None takes the first CUDA device, else the CPU. Raises ConfigurationError or EnvironmentProblem.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if precision not in DTYPES:
@@ -236,9 +237,10 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
             layer_types(AutoConfig.from_pretrained(place))  # refuse early, before the weights are read
             model = AutoModelForCausalLM.from_pretrained(place, dtype=DTYPES[precision]).to(device).eval()
             tokenizer = AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError, ImportError, KeyError) as problem:
+    # RuntimeError: shapes that do not fit the configuration, a device that is not there, or no memory left on it
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, AssertionError, SafetensorError) as problem:
         known = ["embedded", "ngram"] if role == "draft" else ["embedded"]
-        reason = f"{str(problem).rstrip('.')}.{nearest(name, known)}"
+        reason = f"{' '.join(str(problem).split()).rstrip('.')}.{nearest(name, known)}"
         raise ConfigurationError(f"cannot load the {role} model {name!r}: {reason}") from problem
     stack, weights = None, sum(part.numel() for part in model.parameters())
     if precision in QUANTISED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -15,9 +16,12 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from lossyspec.decoder import Decoder
-from lossyspec.errors import ConfigurationError
+from lossyspec.errors import ConfigurationError, LossyspecError
 from lossyspec.feature_head import FeatureHead, HeadShape
+from lossyspec.head_files import load_head
+from lossyspec.loading import load
 from lossyspec.runner import Runner
+from lossyspec.tuner.distill.config import DistillConfig
 from lossyspec.tuner.distill.data import ChatFrame, Shard, _Turns, chat_frame, load_archive, write_streams
 from lossyspec.tuner.distill.loss import laws_loss, overlap
 from lossyspec.tuner.distill.muon import Muon, orthogonalised
@@ -198,9 +202,54 @@ def test_streams_of_an_earlier_run_are_read_again_instead_of_written(tmp_path: P
         load_archive(archive, 3)
 
 
-def test_wrong_options_are_named() -> None:
-    with pytest.raises(ConfigurationError, match="tokens is 5"):
-        make_distill_config(tokens=5)
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"tokens": 5}, "tokens is 5"), ({"width": 33}, "width is 33: .*multiple of 32"), ({"seed": -1}, "seed is -1"),
+     ({"seed": 2**70}, f"seed is {2**70}")],
+)  # fmt: skip
+def test_wrong_options_are_named(values: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make_distill_config(**values)
+
+
+def small(folder: Path, **values: Any) -> DistillConfig:
+    sizes = {"tokens": 1000, "rows": 8, "length": 24, "vocab": 64, "epochs": 1.0, "batch_tokens": 256}
+    return make_distill_config(**{"target": str(folder), **sizes, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"target": "/no/such/model"}, "no such folder"),
+        ({"length": 2048}, "length is 2048; the target has 2048 positions"),
+        ({"data": Path("none.jsonl")}, "prompts none.jsonl: no such file"),
+        ({"streams": Path("none.safetensors")}, "--streams none.safetensors: not an archive"),
+        ({"start": Path("none")}, "none: not a draft head"),
+    ],
+)
+def test_what_is_refused_leaves_a_folder_that_the_right_options_can_use(
+    tmp_path: Path, values: dict[str, Any], said: str
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    with pytest.raises(ConfigurationError, match=said):
+        Distillation(small(model, **values), tmp_path / "out", QUIET)
+    assert not (tmp_path / "out").exists()
+    Distillation(small(model), tmp_path / "out", QUIET)
+
+
+def test_any_file_of_a_distillation_may_be_damaged_without_a_traceback(tmp_path: Path) -> None:
+    config, out = small(save_tiny(tmp_path / "model"), rows=16, length=32, epochs=0.5), tmp_path / "out"
+    Distillation(config, out, QUIET).run()
+    for path in sorted(entry for entry in out.rglob("*") if entry.is_file()):
+        data = path.read_bytes()
+        for left in (b"", data[: len(data) // 2], b"[]"):
+            path.write_bytes(left)
+            # what is written anew in any case may be damaged; the rest is refused by name
+            with contextlib.suppress(LossyspecError):
+                Distillation(config, out, QUIET).run()
+            with contextlib.suppress(LossyspecError):
+                load_head(out / "head", load(config.target))
+        path.write_bytes(data)
 
 
 def test_the_users_own_traffic_is_read(tmp_path: Path) -> None:
