@@ -14,7 +14,7 @@ def check_count(name: str, value: Any) -> None:
     """Refuses all but whole numbers of 1 or more."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ConfigurationError(f"{name} is {value!r}; it must be a whole number")
-    if value < 1:
+    if int(value) < 1:
         raise ConfigurationError(f"{name} is {value}; it must be at least 1")
 
 
@@ -26,7 +26,7 @@ def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], allowed: s
 
 def check_seed(seed: Any) -> None:
     """Refuses what a generator does not take."""
-    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
         raise ConfigurationError(f"seed is {seed!r}; allowed: a whole number from 0 to 2**63 - 1")
 
 
@@ -50,5 +50,5 @@ def check_ids(prompts: Any, size: int) -> None:
             raise ConfigurationError(f"prompt {index} is {prompt!r:.80}; allowed: a list of token ids, each a whole number")
         if not prompt:
             raise ConfigurationError(f"prompt {index} has no tokens; it must have at least one")
-        if unknown := [token for token in prompt if not 0 <= token < size]:
+        if unknown := [token for token in prompt if not 0 <= int(token) < size]:
             raise ConfigurationError(f"prompt {index} holds the token id {unknown[0]}; allowed: 0 to {size - 1}")

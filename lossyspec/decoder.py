@@ -119,7 +119,7 @@ class Decoder:
         """The decoder of the best known profile; without a named draft, of any draft that this target can have."""
         precision = Settings().precision.target
         target_model = load(target, precision)
-        names = [draft] if draft else list(dict.fromkeys([automatic(target), NGRAM, SELF]))
+        names = [draft] if draft is not None else list(dict.fromkeys([automatic(target), NGRAM, SELF]))
         drafts = [load_draft(name, target_model, precision) for name in names]
         found = [
             (*choose(identify_here(target_model, loaded), task), loaded, name)

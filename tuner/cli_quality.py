@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from lossyspec.checks import check_seed
 from lossyspec.errors import ConfigurationError
 from lossyspec.settings import make_sampling
 
@@ -61,6 +62,7 @@ def quality(
     ):  # fmt: skip
         if value is not None and value <= 0:
             raise ConfigurationError(f"--{name} is {value}; it must be over 0")
+    check_seed(seed)
     sampling = given(**sampling)
     make_sampling(**sampling)  # wrong values are refused before a model is loaded
     items = read_items(prompts, limit)
