@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lossyspec.checks import check_seed
 from lossyspec.errors import ConfigurationError
@@ -95,7 +95,9 @@ def quality(
 
 
 def _table(comparisons: tuple[Comparison, ...]) -> Table:
-    table = Table("measure", "prompts", "plain", "profile", "change", "95 %", "detectable")
+    columns = ("measure", "prompts", "plain", "profile", "change", "95 %", "detectable")
+    # no frame: on 80 columns it would take the ends of names and numbers
+    table = Table(*(Column(name, no_wrap=True) for name in columns), box=None, padding=(0, 1, 0, 0))
     for part in comparisons:
         interval = f"{part.ci95[0]:+.3f} to {part.ci95[1]:+.3f}" if part.ci95 else "-"
         change = f"{part.change:+.3f}"
