@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 from .answers import Completion, Generation, Piece
+from .checks import check_ids, check_kind, check_options, check_seed
 from .counters import Counters
 from .decoding import decode
 from .drafting import Draft
 from .drafts import NGRAM, SELF, LoadedDraft, automatic, draft_identity, draft_name, load_draft, make_draft
-from .errors import ConfigurationError, ProfileMismatch
+from .errors import ProfileMismatch
 from .guard import Guard, Watch
 from .hardware import detect_hardware
 from .loading import LoadedModel, load, same_tokenizer, shared_vocab_size, tokenizer_sha256
@@ -52,6 +53,7 @@ class Decoder:
         guard: Guard | None = None,
     ) -> None:
         self.tokenizer = target.tokenizer
+        check_options((), (), settings)
         self.settings = settings or Settings(draft_length=4)
         self.sampling = sampling or Sampling()
         self.match = match
@@ -89,6 +91,11 @@ class Decoder:
         draft: with `auto`, the draft that the profile was tuned with (None: any); a profile given by hand brings its own.
         guard: `profile` for the band of the profile's evidence, limits of your own, or None for none.
         """
+        check_kind("profile", profile, (str, Path, Profile), "'auto', a path, or a Profile")
+        check_kind("target", target, str, "a model's name")
+        check_kind("draft", draft, (str, type(None)), "a draft's name, or None")
+        if guard != "profile":
+            check_kind("guard", guard, (Guard, type(None)), "'profile', a Guard, or None")
         if profile == "auto":
             return cls._best(task, target, draft, strict, guard)
         chosen = profile if isinstance(profile, Profile) else read_profile(Path(profile))
@@ -112,7 +119,7 @@ class Decoder:
         """The decoder of the best known profile; without a named draft, of any draft that this target can have."""
         precision = Settings().precision.target
         target_model = load(target, precision)
-        names = [draft] if draft else list(dict.fromkeys([automatic(target), NGRAM, SELF]))
+        names = [draft] if draft is not None else list(dict.fromkeys([automatic(target), NGRAM, SELF]))
         drafts = [load_draft(name, target_model, precision) for name in names]
         found = [
             (*choose(identify_here(target_model, loaded), task), loaded, name)
@@ -161,10 +168,10 @@ class Decoder:
         generator = torch.Generator(device=self.target.device)
         if seed is None:
             generator.seed()
-        elif not 0 <= seed < 2**63:
-            raise ConfigurationError(f"seed is {seed}; allowed: a whole number from 0 to 2**63 - 1")
         else:
-            generator.manual_seed(seed)
+            check_seed(seed)
+            generator.manual_seed(int(seed))
+        check_options(stop, processors, settings)
         chosen = make_sampling(**{**self.sampling.model_dump(), **sampling})
         return Job(
             settings or self.settings,
@@ -216,7 +223,7 @@ class Decoder:
         **sampling: Any,
     ) -> Generation:
         """As `generate`, for prompts that are token ids already."""
-        if not prompts:
+        if len(prompts) == 0:
             return Generation([])
         self.check_prompts(prompts)
         job = self.make_job(max_new_tokens, seed=seed, stop=stop, processors=processors, settings=settings, **sampling)
@@ -240,12 +247,7 @@ class Decoder:
 
     def check_prompts(self, prompts: list[list[int]]) -> None:
         """Raises ConfigurationError for a prompt without tokens or with an id that the models do not share."""
-        size = self.target.vocab_size
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ConfigurationError(f"prompt {index} has no tokens; it must have at least one")
-            if unknown := [token for token in prompt if not 0 <= token < size]:
-                raise ConfigurationError(f"prompt {index} holds the token id {unknown[0]}; allowed: 0 to {size - 1}")
+        check_ids(prompts, self.target.vocab_size)
 
     def completion(self, row: Row, stopping: Stopping) -> Completion:
         """What a finished row answered."""

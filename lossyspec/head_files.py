@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigurationError
 from .records import write_text
+from .tensor_files import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from .feature_head import FeatureHead
@@ -33,16 +34,11 @@ def embedded_head() -> Path | None:
 def save_head(folder: Path, head: FeatureHead, card: dict[str, Any]) -> None:
     """Writes the head. `card` must hold `target`, the identity of the model it was trained for."""
     import torch
-    from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     state = {
         name: value.to(torch.int32) if name == "token_map" else value.half() for name, value in head.state_dict().items()
     }
-    temporary = folder / "head.partial"
-    save_file({name: value.contiguous() for name, value in state.items()}, temporary)
-    temporary.chmod(0o644)
-    temporary.replace(folder / "head.safetensors")
+    write_tensors(folder / "head.safetensors", {name: value.contiguous() for name, value in state.items()})
     write_text(folder / "card.json", json.dumps(card, indent=2) + "\n")
     write_text(folder / "head.json", json.dumps({"schema": SCHEMA, "shape": asdict(head.shape)}, indent=2) + "\n")
 
@@ -60,7 +56,6 @@ def read_card(folder: Path) -> dict[str, Any]:
 def load_head(folder: Path, target: LoadedModel) -> FeatureHead:
     """Reads a head for this target. Raises ConfigurationError when it was trained for another one, naming both."""
     import torch
-    from safetensors.torch import load_file
 
     from .feature_head import FeatureHead, HeadShape
 
@@ -77,10 +72,10 @@ def load_head(folder: Path, target: LoadedModel) -> FeatureHead:
         note = json.loads((folder / "head.json").read_text(encoding="utf-8"))
         if note.get("schema") != SCHEMA:
             raise ConfigurationError(f"{folder}: schema is {note.get('schema')!r}; expected {SCHEMA!r}")
-        state = load_file(folder / "head.safetensors")
+        state, _ = read_tensors(folder / "head.safetensors")
         head = FeatureHead(HeadShape(**note["shape"]), state["token_map"].long())
         head.load_state_dict({name: value.float() if name != "token_map" else value.long() for name, value in state.items()})
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as problem:
         raise ConfigurationError(f"{folder}: the draft head cannot be read ({problem})") from None
     return head.to(dtype=torch.float32)
 

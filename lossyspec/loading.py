@@ -145,8 +145,6 @@ def gguf_folder(source: Path) -> Path:
     """The converted form of a GGUF file in the user's cache; converted when it is not there or damaged."""
     from filelock import FileLock
 
-    if not source.is_file():
-        raise ConfigurationError(f"{source}: no such file")
     source_sha256 = file_sha256(source)
     folder = cache_folder() / "gguf" / f"{source.stem}-{source_sha256[:16]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +166,26 @@ def gguf_folder(source: Path) -> Path:
     return folder
 
 
+def check_name(name: str) -> None:
+    """Raises ConfigurationError for a name that cannot be a model's: a path that is not there, or no hub id."""
+    if name == "embedded":
+        return
+    if not name.strip():
+        raise ConfigurationError("model is an empty name; allowed: a hub id, a folder, a .gguf file, 'embedded'")
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ConfigurationError(f"{path}: no such file")
+        return
+    if path.is_dir():
+        return
+    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ConfigurationError(
+            f"model {name!r}: no such folder, and not a hub id; "
+            f"allowed: a hub id, a folder, a .gguf file, 'embedded'.{nearest(name, ['embedded'])}"
+        )
+
+
 def resolve(name: str) -> str:
     """The folder or hub id that transformers can load for a user's `name`.
 
@@ -175,19 +193,11 @@ def resolve(name: str) -> str:
     """
     if name == "embedded":
         return str(gguf_folder(embedded_gguf()))
-    if not name.strip():
-        raise ConfigurationError("model is an empty name; allowed: a hub id, a folder, a .gguf file, 'embedded'")
+    check_name(name)
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         return str(gguf_folder(path))
-    if path.is_dir():
-        return str(path)
-    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ConfigurationError(
-            f"model {name!r}: no such folder, and not a hub id; "
-            f"allowed: a hub id, a folder, a .gguf file, 'embedded'.{nearest(name, ['embedded'])}"
-        )
-    return name
+    return str(path) if path.is_dir() else name
 
 
 def _identity(name: str, place: str, model: Any) -> dict[str, Any]:
@@ -218,6 +228,7 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
 
     device: None takes the first CUDA device, else the CPU. Raises ConfigurationError or EnvironmentProblem.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if precision not in DTYPES:
@@ -231,9 +242,10 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
             layer_types(AutoConfig.from_pretrained(place))  # refuse early, before the weights are read
             model = AutoModelForCausalLM.from_pretrained(place, dtype=DTYPES[precision]).to(device).eval()
             tokenizer = AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError, ImportError, KeyError) as problem:
+    # RuntimeError: shapes that do not fit the configuration, a device that is not there, or no memory left on it
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, AssertionError, SafetensorError) as problem:
         known = ["embedded", "ngram"] if role == "draft" else ["embedded"]
-        reason = f"{str(problem).rstrip('.')}.{nearest(name, known)}"
+        reason = f"{' '.join(str(problem).split()).rstrip('.')}.{nearest(name, known)}"
         raise ConfigurationError(f"cannot load the {role} model {name!r}: {reason}") from problem
     stack, weights = None, sum(part.numel() for part in model.parameters())
     if precision in QUANTISED:

@@ -154,7 +154,7 @@ def compare(profile: Profile, here: Here) -> tuple[list[str], list[str]]:
     def check(name: str, then: Any, now: Any, group: str = "") -> None:
         if then != now and then is not None:
             relaxed = name in tuned.relax or (group and group in tuned.relax)
-            (soft if relaxed else hard).append(f"{name}: tuned on {then}, here {now}")
+            (soft if relaxed else hard).append(f"{name}: tuned on {_short(name, then)}, here {_short(name, now)}")
 
     for field in ("kind", "name", "compute_capability"):
         check(f"device.{field}", getattr(tuned.device, field), getattr(here.device, field))
@@ -169,6 +169,11 @@ def compare(profile: Profile, here: Here) -> tuple[list[str], list[str]]:
     if tuned.device.kind == "cuda" and memory and now_bytes and abs(memory - now_bytes) > 0.05 * memory:
         hard.append(f"device.memory_bytes: tuned on {memory}, here {now_bytes}")
     return hard, soft
+
+
+def _short(name: str, value: Any) -> Any:
+    """A hash by its beginning, which is enough to tell two apart; everything else whole."""
+    return f"{value[:12]}.." if name.endswith("sha256") and value and len(value) > 12 else value
 
 
 def read_profile(path: Path) -> Profile:

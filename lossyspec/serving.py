@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from .checks import check_count
 from .decoding import Batch
 from .errors import ConfigurationError, Overloaded, row_of
 from .handle import Handle
@@ -43,8 +44,7 @@ class Batcher:
 
     def __init__(self, decoder: Decoder, max_batch: int = 8, max_length: int = 4096, max_waiting: int = 256) -> None:
         for name, value in (("max_batch", max_batch), ("max_length", max_length), ("max_waiting", max_waiting)):
-            if value < 1:
-                raise ConfigurationError(f"{name} is {value}; it must be at least 1")
+            check_count(name, value)
         self.decoder = decoder
         self._settings = decoder.settings  # all rows of a batch have the same, but for alpha
         self.max_batch, self.max_waiting = max_batch, max_waiting

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .checks import check_kind
 from .decoding import decode
 from .drafting import shared_length
-from .prompts import prompt_ids
+from .prompts import check_prompt, prompt_ids
 from .rows import Job, Row
 from .stats import Stats
 
@@ -25,7 +26,11 @@ class Session:
     def __init__(self, decoder: Decoder, messages: Sequence[dict[str, str]] = ()) -> None:
         self.decoder = decoder
         #: the conversation: what was given at the start, and each finished turn with its answer
-        self.messages: list[dict[str, str]] = [dict(message) for message in messages]
+        self.messages: list[dict[str, str]] = []
+        check_kind("messages", messages, (list, tuple), "a list of {'role': text, 'content': text}")
+        if messages:
+            check_prompt(messages)
+            self.messages = [dict(message) for message in messages]
         self._target = decoder.target.fork()
         self._draft = decoder.draft.fork()
         self._read: list[int] = []  # what both caches hold for certain; empty: they have to begin anew
@@ -64,6 +69,7 @@ class Session:
         return self.decoder.generation(rows, job, stats)
 
     def _prompt(self, text: str) -> list[int]:
+        check_kind("the text of a turn", text, str, "a string")
         return prompt_ids(self.decoder.tokenizer, [*self.messages, {"role": "user", "content": text}])
 
     def _add(self, text: str, answer: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .checks import check_count
 from .errors import ConfigurationError
 
 
@@ -21,8 +22,7 @@ class Stopping:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigurationError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        check_count("max_new_tokens", self.max_new_tokens)
         if "" in self.stop_strings:
             raise ConfigurationError("stop_strings holds an empty string; each needs at least one character")
 

@@ -63,8 +63,10 @@ def read_accelerators(path: Path) -> dict[str, Accelerator]:
     """Devices of a file by name. Raises ConfigurationError naming the file, the device and what is allowed."""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error})") from None
+        raise ConfigurationError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     return _parse(text, str(path))
 
 
@@ -80,9 +82,10 @@ def _parse(text: str, place: str) -> dict[str, Accelerator]:
         data: Any = json.loads(text)
     except ValueError as error:
         raise ConfigurationError(f"{place}: not a JSON file ({error})") from None
-    if not isinstance(data, dict) or data.get("schema") != "lossytune.accelerators/1":
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ConfigurationError(f"{place}: schema is {found!r}; expected 'lossytune.accelerators/1'")
+    if not isinstance(data, dict):
+        raise ConfigurationError(f"{place}: expected a JSON object, found {type(data).__name__}")
+    if data.get("schema") != "lossytune.accelerators/1":
+        raise ConfigurationError(f"{place}: schema is {data.get('schema')!r}; expected 'lossytune.accelerators/1'")
     try:
         devices = AcceleratorFile.model_validate(data).devices
     except ValidationError as error:

@@ -202,6 +202,6 @@ def make_demand(
         raise ConfigurationError(f"capacity needs {', '.join(missing)} as well: give all of {', '.join(parts)}")
     for name, value in parts.items():
         if value is not None and not 0 < value < 1e9:
-            raise ConfigurationError(f"{name} is {value:g}; allowed: over 0")
+            raise ConfigurationError(f"{name} is {value:g}; allowed: over 0, and under 1e9")
     assert requests_per_s is not None and input_tokens is not None and output_tokens is not None and p95_s is not None
     return Demand(requests_per_s, input_tokens, output_tokens, p95_s)

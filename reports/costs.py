@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def read_costs(path: Path) -> Costs:
         return Costs(
             int(data["context"]),
             {_key(key): _seconds(value) for key, value in data["round_s"].items()},
-            {_key(key): float(value) for key, value in data.get("draft_step_s", {}).items()},
+            {_key(key): _number(value) for key, value in data.get("draft_step_s", {}).items()},
             {int(key): _seconds(value) for key, value in data.get("lookup_s", {}).items()},
             {_key(key): float(value) for key, value in data.get("judge_s", {}).items()},
             {_key(key): float(value) for key, value in data.get("spread", {}).items()},
@@ -53,4 +54,12 @@ def _key(text: str) -> Key:
 
 
 def _seconds(values: Any) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
+    return tuple(map(_number, values))
+
+
+def _number(value: Any) -> float:
+    """Seconds, or a share. A cost can be next to nothing, but neither under 0 nor no number."""
+    number = float(value)
+    if not 0 <= number < inf:
+        raise ValueError(f"{number:g} is no measured value")
+    return number

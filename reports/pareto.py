@@ -173,6 +173,8 @@ def view(info: ParetoInfo) -> View:
         xs.append(info.loss_limit * 100)
     reach = max(xs) * (1 + ROOM) or math.inf
     xs += [min(end, reach) for point in info.drawn for end in point.bars[0] or ()]
+    if not places and info.searched and all(point.infeasible for point in info.searched):
+        xs.append(min(point.place[0] for point in info.searched))  # how near the nearest one came
     if len(xs) == 1:
         xs += [point.place[0] for point in info.searched if not point.dominated]
     x = axis_range(xs, [point.place[0] for point in info.searched])
@@ -181,7 +183,7 @@ def view(info: ParetoInfo) -> View:
     reach = max(ys) * (1 + ROOM)
     ys += [min(end, reach) for point in info.drawn for end in point.bars[1] or ()]
     if not places:
-        ys += [point.speedup for point in inside if not point.infeasible]
+        ys += [point.speedup for point in inside if not point.infeasible] or [point.speedup for point in inside]
     y = axis_range(ys, [point.speedup for point in inside])
     return View(x, y, len(info.searched) - sum(y[0] <= point.speedup <= y[1] for point in inside))
 

@@ -74,9 +74,14 @@ def price_terms(
     date: str | None = None,
 ) -> PriceTerms:
     """Terms as they come from a command line. Raises ConfigurationError naming the option, its value and what is allowed."""
+    per_hour, capital, power_w = tuple(per_hour), tuple(capital), tuple(power_w)
     for option, value, least in (("--years", years, 0.0), ("--pue", pue, 1.0), ("--electricity", electricity, 0.0)):
         if value is not None and not (isfinite(value) and (value >= least if least else value > 0)):
             raise ConfigurationError(f"{option} is {value:g}; allowed: {'at least 1' if least else 'over 0'}")
+    buying = {"--years": years, "--pue": pue, "--electricity": electricity, "--power": power_w}
+    idle = [option for option, value in buying.items() if value is not None and value != ()]
+    if idle and not capital:
+        raise ConfigurationError(f"{', '.join(idle)}: used with --capital alone, which is not given")
     return PriceTerms(
         parse_pairs(per_hour, "--price"),
         parse_pairs(capital, "--capital"),
@@ -96,7 +101,12 @@ def price_devices(terms: PriceTerms, devices: Sequence[str], board_power_w: dict
     Raises ConfigurationError for a name that is no device here, a device priced twice, or capital without its terms.
     """
     prices: dict[str, Price] = {}
-    power = {find_name(name, devices, "--power"): value for name, value in terms.power_w}
+    power: dict[str, float] = {}
+    for written, value in terms.power_w:
+        name = find_name(written, devices, "--power")
+        if name in power:
+            raise ConfigurationError(f"--power {written}: it has {power[name]:g} W already; give one")
+        power[name] = value
 
     def add(name: str, option: str, per_hour: float, basis: str) -> None:
         if name in prices:

@@ -161,6 +161,14 @@ def test_help_of_the_program_names_its_exit_codes_and_commands(cli: Cli) -> None
         (("--compile", "inducktor"), "compile is 'inducktor'; allowed: off, inductor, tensorrt. Did you mean 'inductor'?"),
         (("--rules", "optimall"), "rule is 'optimall'; allowed: exact, .*Did you mean 'optimal'"),
         (("--rules", ""), "rule is an empty list; allowed: auto, or some of exact"),
+        (("--attention", ""), "attention is an empty list; allowed: auto, dense, or some as b32"),
+        (("--target", "/no/such"), "model '/no/such': no such folder"),
+        (("--draft", "no/such/model"), "model 'no/such/model': no such folder"),
+        (("--target", "none.gguf"), "none.gguf: no such file"),
+        (("--target", ""), "model is an empty name"),
+        (("--out", "/proc/none"), "--out /proc/none: cannot be made"),
+        (("--out", "/dev/null"), "--out /dev/null: cannot be made"),
+        (("--resume", "--out", "none"), "--resume: none holds no run"),
         (("--max-quality-loss", "five"), "quality loss is 'five'; allowed: a share or a percentage, such as 0.05 or 5%"),
         (("--max-quality-loss", "-5%"), "quality loss is '-5%'"),
         (("--max-quality-loss", "2000%"), "max_quality_loss is 20.0: .*less than or equal to 10"),
@@ -206,6 +214,7 @@ def test_a_wrong_option_of_search_is_one_clear_line_and_exit_2(cli: Cli, args: t
         (("--compile", "yes"), "compile is 'yes': Input should be 'off', 'inductor' or 'tensorrt'"),
         (("--profile", "nope.json"), "nope.json: no such file"),
         (("--profile", "."), "\\.: cannot be read"),
+        (("--seed", "-1"), "seed is -1; allowed: a whole number"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -295,6 +304,36 @@ def test_every_error_on_purpose_has_its_exit_code(
     monkeypatch.setattr("lossyspec.hardware.detect_hardware", fail)
     result = cli("detect")
     assert (result.code, result.message) == (code, "error: because")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "error: No space left on device; "),
+        (PermissionError(13, "Permission denied", "runs/x"), "error: runs/x: Permission denied; "),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_and_exit_4(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("lossyspec.hardware.detect_hardware", fail)
+    result = cli("detect")
+    assert (result.code, result.message.startswith(said)) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"), [("/dev/full", 4, "No space left"), ("| head -c 1 >/dev/null", 141, "")]
+)
+def test_an_output_that_takes_no_more_is_no_traceback(tmp_path: Path, target: str, code: int, said: str) -> None:
+    place = target if target.startswith("|") else f"> {target}"
+    command = f"set -o pipefail; {sys.executable} -m lossyspec.tuner search --dry-run {place}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
+    # a small output may have been written whole before its reader went
+    assert result.returncode == code or (code == 141 and result.returncode == 0)
+    assert said in result.stderr and not FRAME.search(result.stderr) and "Exception ignored" not in result.stderr
 
 
 def test_an_interrupt_is_exit_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,6 +439,22 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) 
         "attention",
     }
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--target", "/no/such"), "model '/no/such': no such folder"),
+        (("--draft", "no/such/model"), "no such folder, and not a hub id"),
+        (("--draft", ""), "model is an empty name"),
+        (("--out", "/dev/null"), "--out /dev/null: cannot be made"),
+        (("--resume",), "--resume: no unfinished run"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_search_would(cli: Cli, args: tuple[str, ...], said: str) -> None:
+    result = cli("search", "--dry-run", *args)
+    assert (result.code, said in result.message) == (2, True)
 
 
 @pytest.mark.usefixtures("no_model")

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from test_cli import Cli, cli, here, no_model, tiny  # noqa: F401
 from test_profile import profile
 
 from lossyspec.profile import Here, write_profile
+from lossyspec.tuner.cli_quality import _table
+from lossyspec.tuner.quality.compare import Comparison
 
 
 @pytest.fixture
@@ -36,6 +40,15 @@ def test_the_table_and_the_data_say_the_same(cli: Cli, given_files: tuple[str, .
     assert "decoding 4 prompts" in table.err
     assert json.loads(cli(*given_files, "--json", "--seed", "5").out)["answers"] != found["answers"]
     assert json.loads(cli(*given_files, "--json", "--limit", "3").out)["answers"] == found["answers"][:3]
+
+
+def test_nothing_of_the_table_is_cut_off_on_80_columns() -> None:
+    out = StringIO()
+    part = Comparison("repeated_4grams", 9999, 123.456, 123.456, -0.123, (-0.123, 0.123), 0.123, False)
+    ratio = Comparison("length_ratio", 9999, 123.456, 123.456, 1.123, (0.123, 1.123), None, True)
+    Console(file=out, width=80).print(_table((part, ratio)))
+    assert len(out.getvalue().splitlines()) == 3 and "…" not in out.getvalue()
+    assert "-0.123 to +0.123" in out.getvalue() and "detectable" in out.getvalue()
 
 
 @pytest.mark.usefixtures("no_model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -16,20 +17,23 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from lossyspec.decoder import Decoder
-from lossyspec.errors import ConfigurationError
+from lossyspec.errors import ConfigurationError, LossyspecError
 from lossyspec.feature_head import FeatureHead, HeadShape
+from lossyspec.head_files import load_head
+from lossyspec.loading import load
 from lossyspec.runner import Runner
+from lossyspec.tuner.distill.config import DistillConfig
 from lossyspec.tuner.distill.data import (
     ChatFrame,
     Shard,
     _Turns,
     chat_frame,
     load_archive,
-    read_openings,
     write_streams,
 )
 from lossyspec.tuner.distill.loss import laws_loss, overlap
 from lossyspec.tuner.distill.muon import Muon, orthogonalised
+from lossyspec.tuner.distill.openings import openings_of, read_openings
 from lossyspec.tuner.distill.payoff import best_length
 from lossyspec.tuner.distill.run import Distillation, make_distill_config
 from lossyspec.tuner.distill.training import (
@@ -98,6 +102,20 @@ def test_every_other_message_of_a_user_begins_as_it_is_told_to() -> None:
 def test_openings_are_lines_with_marked_breaks() -> None:
     assert read_openings("Write a \n\nComplete:\\n\\ndef \n") == ["Write a", "Complete:\n\ndef"]
     assert len(read_openings(files("lossyspec.tuner").joinpath("data", "openings.txt").read_text())) > 100
+
+
+def test_openings_come_from_a_file_or_with_the_tuner(tmp_path: Path) -> None:
+    tokenizer, file = tiny_tokenizer(), tmp_path / "mine.txt"
+    assert openings_of(tokenizer, None) == []  # it has no turns
+    file.write_text("w1 w2\nw3\n")
+    assert openings_of(tokenizer, file) == [tokenizer("w1 w2")["input_ids"], tokenizer("w3")["input_ids"]]
+    tokenizer.chat_template = "{{ messages }}"
+    assert len(openings_of(tokenizer, None)) > 100
+    file.write_text("\n")
+    with pytest.raises(ConfigurationError, match=r"mine\.txt is empty; allowed: a text in UTF-8"):
+        openings_of(tokenizer, file)
+    with pytest.raises(ConfigurationError, match=r"none\.txt.*No such file"):
+        openings_of(tokenizer, tmp_path / "none.txt")
 
 
 def test_training_raises_the_overlap() -> None:
@@ -228,9 +246,54 @@ def test_streams_of_an_earlier_run_are_read_again_instead_of_written(tmp_path: P
         load_archive(archive, 3)
 
 
-def test_wrong_options_are_named() -> None:
-    with pytest.raises(ConfigurationError, match="tokens is 5"):
-        make_distill_config(tokens=5)
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"tokens": 5}, "tokens is 5"), ({"width": 33}, "width is 33: .*multiple of 32"), ({"seed": -1}, "seed is -1"),
+     ({"seed": 2**70}, f"seed is {2**70}")],
+)  # fmt: skip
+def test_wrong_options_are_named(values: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make_distill_config(**values)
+
+
+def small(folder: Path, **values: Any) -> DistillConfig:
+    sizes = {"tokens": 1000, "rows": 8, "length": 24, "vocab": 64, "epochs": 1.0, "batch_tokens": 256}
+    return make_distill_config(**{"target": str(folder), **sizes, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"target": "/no/such/model"}, "no such folder"),
+        ({"length": 2048}, "length is 2048; the target has 2048 positions"),
+        ({"data": Path("none.jsonl")}, "prompts none.jsonl: no such file"),
+        ({"streams": Path("none.safetensors")}, "--streams none.safetensors: not an archive"),
+        ({"start": Path("none")}, "none: not a draft head"),
+    ],
+)
+def test_what_is_refused_leaves_a_folder_that_the_right_options_can_use(
+    tmp_path: Path, values: dict[str, Any], said: str
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    with pytest.raises(ConfigurationError, match=said):
+        Distillation(small(model, **values), tmp_path / "out", QUIET)
+    assert not (tmp_path / "out").exists()
+    Distillation(small(model), tmp_path / "out", QUIET)
+
+
+def test_any_file_of_a_distillation_may_be_damaged_without_a_traceback(tmp_path: Path) -> None:
+    config, out = small(save_tiny(tmp_path / "model"), rows=16, length=32, epochs=0.5), tmp_path / "out"
+    Distillation(config, out, QUIET).run()
+    for path in sorted(entry for entry in out.rglob("*") if entry.is_file()):
+        data = path.read_bytes()
+        for left in (b"", data[: len(data) // 2], b"[]"):
+            path.write_bytes(left)
+            # what is written anew in any case may be damaged; the rest is refused by name
+            with contextlib.suppress(LossyspecError):
+                Distillation(config, out, QUIET).run()
+            with contextlib.suppress(LossyspecError):
+                load_head(out / "head", load(config.target))
+        path.write_bytes(data)
 
 
 def test_the_users_own_traffic_is_read(tmp_path: Path) -> None:

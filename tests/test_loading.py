@@ -254,6 +254,26 @@ def test_weights_that_are_damaged_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "m"))
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_model_folder_with_a_file_cut_off_is_one_line(tmp_path: Path, name: str, share: float) -> None:
+    path = save_tiny(tmp_path / "m") / name
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(ConfigurationError, match="cannot load the target model") as refused:
+        load(str(tmp_path / "m"))
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_of_another_shape_and_a_device_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "m") / "config.json"
+    with pytest.raises(ConfigurationError, match="cannot load the target model"):
+        load(str(tmp_path / "m"), device="bogus")
+    path.write_text(path.read_text().replace('"intermediate_size": 64', '"intermediate_size": 48'))
+    with pytest.raises(ConfigurationError, match="cannot load the target model"):
+        load(str(tmp_path / "m"))
+
+
 @pytest.mark.parametrize(("name", "role", "meant"), [("embeded", "target", "embedded"), ("Ngram", "draft", "ngram")])
 def test_a_mistyped_name_that_no_hub_knows_gets_a_suggestion(
     monkeypatch: pytest.MonkeyPatch, name: str, role: str, meant: str

@@ -451,5 +451,5 @@ def test_P5_a_profile_of_another_device_is_refused_and_forced_on_request(
 
 def test_a_profile_of_other_weights_is_refused_although_the_folder_is_the_same(folder: Path, here: Here) -> None:
     other = replace(here, target=here.target.model_copy(update={"weights_sha256": "0" * 64}))
-    with pytest.raises(ProfileMismatch, match=r"target\.weights_sha256: tuned on 0{64}"):
+    with pytest.raises(ProfileMismatch, match=r"target\.weights_sha256: tuned on 0{12}\.\., "):
         Decoder.from_profile(profile(other))

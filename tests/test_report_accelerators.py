@@ -103,8 +103,13 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ConfigurationError, match="not a JSON file"):
         read_accelerators(tmp_path / "broken.json")
-    with pytest.raises(ConfigurationError, match="cannot be read"):
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ConfigurationError, match=r"list\.json: expected a JSON object, found list"):
+        read_accelerators(tmp_path / "list.json")
+    with pytest.raises(ConfigurationError, match=r"absent\.json: no such file"):
         read_accelerators(tmp_path / "absent.json")
+    with pytest.raises(ConfigurationError, match=r"cannot be read \(Is a directory\)"):
+        read_accelerators(tmp_path)
 
 
 def test_a_name_may_be_short_when_it_is_one_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -17,6 +18,7 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.records import Estimate
 from lossyspec.reports.capacity import Demand, Service, devices_needed, latencies_s, make_demand, p95_latency_s, services
 from lossyspec.reports.compare import comparability, footnotes, groups, ranking, refusals, separable, unlike
+from lossyspec.reports.costs import read_costs
 from lossyspec.reports.load import Run, load_run
 from lossyspec.reports.prices import PriceTerms, cost_per_million, origin_text, parse_pairs, price_devices, price_terms
 from lossyspec.settings import Sampling
@@ -236,6 +238,34 @@ def test_a_demand_is_whole_or_absent() -> None:
         make_demand(2.0, 100, None, None)
     with pytest.raises(ConfigurationError, match="--rate is -1; allowed: over 0"):
         make_demand(-1.0, 100, 50, 3.0)
+    with pytest.raises(ConfigurationError, match=r"--rate is 1e\+10; allowed: over 0, and under 1e9"):
+        make_demand(1e10, 100, 50, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"years": 3.0, "pue": 1.2}, "--years, --pue: used with --capital alone"),
+        ({"power_w": ["l4=70"], "per_hour": ["l4=1"]}, "--power: used with --capital alone"),
+        ({"capital": ["l4=1"], "years": 3, "pue": 1.2, "electricity": 0.1, "power_w": ["l4=70", "l4-24gb=80"]},
+         "--power l4-24gb: it has 70 W already"),
+    ],
+)  # fmt: skip
+def test_no_figure_of_the_user_is_dropped_in_silence(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        price_devices(price_terms(**values), ["l4-24gb"], {"l4-24gb": 72.0})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "x", None])
+@pytest.mark.parametrize("field", ["round_s", "lookup_s"])
+def test_a_cost_that_nobody_can_have_measured_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    table = {"schema": "lossytune.costs/1", "context": 8, "round_s": {"fp32/1": [0.1]}, "lookup_s": {"1": [0.0]}}
+    (tmp_path / "costs.json").write_text(json.dumps(table))
+    assert read_costs(tmp_path / "costs.json").context_tokens == 8
+    table[field] = {"fp32/1" if field == "round_s" else "1": [value]}
+    (tmp_path / "costs.json").write_text(json.dumps(table))
+    with pytest.raises(ConfigurationError, match=r"costs\.json: not a cost table"):
+        read_costs(tmp_path / "costs.json")
 
 
 def test_runs_at_two_places_are_read(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (["--capital", "l4=2500"], "error: --capital l4: --years, --pue, --electricity must be given with it"),
         (["--predict", "h2000"], "error: --predict 'h2000' is not known; allowed: a10-24gb"),
         (["--rate", "4"], "error: capacity needs --input-tokens, --output-tokens, --p95 as well"),
-        (["--predict", "t4", "--accelerators", "absent.json"], "error: absent.json: cannot be read"),
+        (["--predict", "t4", "--accelerators", "absent.json"], "error: absent.json: no such file"),
         (["nowhere"], "error: nowhere: no such run folder"),
     ],
 )

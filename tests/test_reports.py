@@ -366,6 +366,13 @@ def test_absent_values_are_left_out_and_counted(tmp_path: Path) -> None:
 # --- the view and the figure
 
 
+@pytest.mark.parametrize("loss", [0.02, 0.4, 3.0])
+def test_a_picture_without_a_feasible_point_shows_the_infeasible_ones(tmp_path: Path, loss: float) -> None:
+    trials = [trial(number, "infeasible", speedup=1.5 + number / 20, ratio=1 + loss + number / 1000) for number in range(9)]
+    limits = view(info_of(tmp_path, trials, None))
+    assert limits.outside == 0 and limits.holds(100 * loss, 1.5)
+
+
 def test_the_view_shows_what_is_confirmed_and_clips_what_is_far(tmp_path: Path) -> None:
     trials = [
         trial(100, speedup=1.4, ratio=1.03),

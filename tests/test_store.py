@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lossyspec.errors import ConfigurationError
+from lossyspec.errors import ConfigurationError, EnvironmentProblem
 from lossyspec.records import BlockRecord, Front, RunManifest, TrialRecord, write_bytes, write_text
 from lossyspec.settings import Sampling, Settings
-from lossyspec.tuner.store import RunFolder, new_folder, refuse_changes, unfinished_folder
+from lossyspec.tuner.store import RunFolder, held, new_folder, refuse_changes, unfinished_folder
 
 
 def manifest(status: Any = "running", task: str = "dialogue", **values: Any) -> RunManifest:
@@ -201,6 +201,25 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigurationError, match=r"--out .*/file/run: cannot be made \(Not a directory\)"):
         new_folder(tmp_path / "file" / "run", "dialogue")
+
+
+def test_a_run_folder_takes_one_search_at_a_time(tmp_path: Path) -> None:
+    with held(tmp_path / "run"):
+        with (
+            pytest.raises(EnvironmentProblem, match=r"run: another search is using it"),
+            held(tmp_path / "run"),
+        ):
+            raise AssertionError("two searches in one folder")
+        (tmp_path / "run" / "manifest.json").write_text("{}")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["manifest.json"]
+    with held(tmp_path / "run"):  # free again
+        pass
+
+
+def test_a_search_that_was_refused_leaves_no_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError), held(tmp_path / "run"):
+        raise ConfigurationError("refused")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_unfinished_run_of_the_task_is_resumed(tmp_path: Path) -> None:

@@ -289,14 +289,18 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     path = tmp_path / "trace.safetensors"
-    with pytest.raises(ConfigurationError, match=r"trace\.safetensors: not a trace"):
+    with pytest.raises(ConfigurationError, match=r"trace\.safetensors: no such file"):
         load_trace(path)
     path.write_bytes(b"not a trace at all")
-    with pytest.raises(ConfigurationError, match=r"trace\.safetensors: not a trace"):
+    with pytest.raises(ConfigurationError, match=r"trace\.safetensors: damaged"):
         load_trace(path)
     save_file({"x": torch.zeros(1)}, path, metadata={"schema": "lossytune.trace/9"})
     with pytest.raises(ConfigurationError, match=r"schema is 'lossytune.trace/9'; expected 'lossytune.trace/2'"):
         load_trace(path)
+    for index in ({}, {"index": "{"}, {"index": '{"search": {}}'}):  # another program's, or tensors that lack
+        save_file({"x": torch.zeros(1)}, path, metadata={"schema": "lossytune.trace/2", **index})
+        with pytest.raises(ConfigurationError, match=r"trace\.safetensors: not a trace"):
+            load_trace(path)
 
 
 # quality

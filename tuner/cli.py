@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from lossyspec.errors import LossyspecError
+from lossyspec.errors import EnvironmentProblem, LossyspecError
 
 from .cli_common import INTERRUPTED, Group
 from .cli_decode import detect, generate
@@ -17,6 +17,9 @@ from .cli_files import profiles, show
 from .cli_quality import quality
 from .cli_report import report
 from .cli_search import search
+
+#: as a shell says it of a program that SIGPIPE ended
+_BROKEN_PIPE = 141
 
 
 @click.group(cls=Group, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -59,3 +62,12 @@ def main() -> None:
     except LossyspecError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does; nothing is left to say it to
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.exit(_BROKEN_PIPE)
+    except OSError as error:
+        if error.errno is None:  # not the system's
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        click.echo(f"error: {place}{error.strerror}; what was written before it is kept", err=True)
+        sys.exit(EnvironmentProblem.exit_code)

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from lossyspec.checks import check_seed
 from lossyspec.settings import Settings, make_sampling, make_settings
 from lossyspec.stopping import Stopping
 
@@ -52,7 +53,7 @@ def detect(as_json: bool) -> None:
 @click.option("--profile", default="auto", help="profile.json of a search, or 'auto' for the best match for this machine.")
 @click.option("--task", default=None, help="With 'auto': the task that the profile was tuned for. [default: any]")
 @click.option("--target", default="embedded", help="With 'auto': the model.")
-@click.option("--draft", default=None, help="With 'auto': the draft model. [default: n-gram]")
+@click.option("--draft", default=None, help="With 'auto': the draft, as in search. [default: any]")
 @click.option("--alpha", type=float, default=None, help="Relaxation, 0 to 1. [default: the profile's]")
 @click.option("--draft-length", type=int, default=None, help="Most drafted tokens a round. [default: the profile's]")
 @click.option("--compile", default=None, help="off, inductor or tensorrt. [default: the profile's]")
@@ -91,6 +92,8 @@ def generate(
     make_sampling(**sampling)  # wrong values are refused before a model is loaded
     make_settings(**changes)
     Stopping(max_new_tokens, stop_strings=stop)
+    if seed is not None:
+        check_seed(seed)
     if task is not None:
         find_task(task)
     decoder = Decoder.from_profile(profile, task, target, draft, allow_mismatch=allow_mismatch)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from lossyspec.checks import check_seed
 from lossyspec.errors import ConfigurationError
 from lossyspec.settings import make_sampling
 
@@ -61,6 +62,7 @@ def quality(
     ):  # fmt: skip
         if value is not None and value <= 0:
             raise ConfigurationError(f"--{name} is {value}; it must be over 0")
+    check_seed(seed)
     sampling = given(**sampling)
     make_sampling(**sampling)  # wrong values are refused before a model is loaded
     items = read_items(prompts, limit)
@@ -93,7 +95,9 @@ def quality(
 
 
 def _table(comparisons: tuple[Comparison, ...]) -> Table:
-    table = Table("measure", "prompts", "plain", "profile", "change", "95 %", "detectable")
+    columns = ("measure", "prompts", "plain", "profile", "change", "95 %", "detectable")
+    # no frame: on 80 columns it would take the ends of names and numbers
+    table = Table(*(Column(name, no_wrap=True) for name in columns), box=None, padding=(0, 1, 0, 0))
     for part in comparisons:
         interval = f"{part.ci95[0]:+.3f} to {part.ci95[1]:+.3f}" if part.ci95 else "-"
         change = f"{part.change:+.3f}"

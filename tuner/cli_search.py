@@ -41,7 +41,7 @@ from .workloads import find_task
 @click.option("--budget", default="5m", help="Wall-clock time of the whole search: 90s, 5m, 1h.")
 @click.option("--trials", type=int, default=600, help="Most configurations to replay.")
 @click.option("--batch", default="1,4", help="Batch sizes to tune for.")
-@click.option("--precision", default="auto", help="auto, or a list of fp32, bf16, fp16.")
+@click.option("--precision", default="auto", help=f"auto, or a list of {', '.join(PRECISIONS)}.")
 @click.option("--rules", default="auto", help=f"auto (optimal, mixture, priced), or a list of {', '.join(RULES)}.")
 @click.option(
     "--attention",
@@ -108,6 +108,9 @@ def search_config(
     own = find_task(options["task"]).sampling
     sampling = given(**{name: options.pop(name) for name in type(own).model_fields})
     precisions, chosen, compilers = parse_names(precision), parse_names(rules), parse_names(compiled)
+    attentions = parse_names(attention)
+    if attentions == ():
+        raise ConfigurationError("attention is an empty list; allowed: auto, dense, or some as b32-s1-w4-t16-verify")
     lists = (("precision", precisions, PRECISIONS), ("rule", chosen, RULES), ("compile", compilers, COMPILES))
     for name, values, allowed in lists:
         if values == ():
@@ -122,7 +125,7 @@ def search_config(
         batch_sizes=parse_numbers(batch, "batch"),
         precisions=precisions,
         rules=chosen,
-        attentions=parse_names(attention),
+        attentions=attentions,
         compiles=compilers or ("off",),
         sampling=make_sampling(**{**own.model_dump(), **sampling}) if sampling else None,
     )

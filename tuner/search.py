@@ -24,6 +24,7 @@ from .config import SearchConfig
 from .confirmation import Confirmed, build_profile, confirm
 from .models import ModelPool
 from .objective import Objective
+from .preflight import FREE_ON_RESUME, refuse_at_start
 from .progress import Reporter
 from .replay import Replay
 from .screening import fastest_dense, narrow
@@ -31,12 +32,11 @@ from .search_space import SearchSpace, build_space
 from .selection import to_confirm
 from .sparse_choices import narrow_attentions, offer
 from .stages import Work, make_meter, make_traces, measure_costs, measure_live, middle_context, search_trials, trace_chosen
-from .store import RunFolder, new_folder, refuse_changes, unfinished_folder
+from .store import RunFolder, held, new_folder, refuse_changes, unfinished_folder
 from .workloads import Workload, load_workload
 
 #: share of the machine that others may use before the numbers are called disturbed
 _BUSY_SHARE = 0.25
-_FREE_ON_RESUME = ("budget_s", "trials", "strict", "storage")
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,16 @@ class Search:
 
     def run(self) -> Result:
         """Runs all steps. Raises a LossyspecError with its exit code, or KeyboardInterrupt when `stop` said so."""
+        refuse_at_start(self.config, self.out, self.resume)
+        folder = unfinished_folder(self.out, self.config.task) if self.resume else new_folder(self.out, self.config.task)
+        with held(folder.path):
+            return self._run_in(folder)
+
+    def _run_in(self, folder: RunFolder) -> Result:
         notes = self._check_device()
         self.pool.decoder(self.reference)
-        self._narrow()
-        folder, manifest = self._open_folder(notes)
+        self._narrow(folder)
+        manifest = self._open(folder, notes)
         try:
             return self._steps(folder, manifest)
         except KeyboardInterrupt:
@@ -162,7 +168,8 @@ class Search:
     # before anything runs
 
     def plan(self) -> dict[str, Any]:
-        """What the search would do, for --dry-run; loads no model."""
+        """What the search would do, for --dry-run; loads no model. Refuses what the search would refuse at its start."""
+        refuse_at_start(self.config, self.out, self.resume)
         return {
             "task": self.config.task,
             "target": self.config.target,
@@ -178,10 +185,10 @@ class Search:
             "max_quality_loss": self.config.max_quality_loss,
         }
 
-    def _narrow(self) -> None:
+    def _narrow(self, folder: RunFolder) -> None:
         """Leaves out the precisions and attentions that cannot win here; on resume, those that the run had left out."""
         if self.resume:
-            stored = unfinished_folder(self.out, self.config.task).manifest()
+            stored = folder.manifest()
             self.space = self.space.as_stored(stored.space, stored.excluded)
             self.pool.outside = stored.transformers_precision or self.pool.outside
         elif self.config.precisions is None:
@@ -220,13 +227,12 @@ class Search:
             self.reporter.say(f"task {self.config.task}: {force}; {self.workload.task.unsuitable}")
         return notes
 
-    def _open_folder(self, notes: list[str]) -> tuple[RunFolder, RunManifest]:
+    def _open(self, folder: RunFolder, notes: list[str]) -> RunManifest:
         config = self.config.model_dump(mode="json")
         here = self.pool.here()
         if self.resume:
-            folder = unfinished_folder(self.out, self.config.task)
             manifest = folder.manifest()
-            refuse_changes(manifest.config, config, _FREE_ON_RESUME)
+            refuse_changes(manifest.config, config, FREE_ON_RESUME)
             for name, then, now in (
                 ("workload", manifest.workload.get("sha256"), self.workload.sha256),
                 ("device", manifest.hardware.get("name"), here.device.name),
@@ -237,8 +243,7 @@ class Search:
                         f"--resume: the {name} is another one ({then} then, {now} now); start a new run instead"
                     )
             self.reporter.say(f"resuming {folder.path}")
-            return folder, manifest.model_copy(update={"status": "running"})
-        folder = new_folder(self.out, self.config.task)
+            return manifest.model_copy(update={"status": "running"})
         hardware = {"name": here.device.name, **self.hardware.model_dump(mode="json")}
         manifest = RunManifest(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -261,7 +266,7 @@ class Search:
         )
         folder.write_manifest(manifest)
         self.reporter.say(f"run folder: {folder.path}")
-        return folder, manifest
+        return manifest
 
     def _refuse_infeasible(self, chosen: Sequence[TrialRecord], records: Sequence[TrialRecord]) -> None:
         if chosen:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lossyspec.errors import ConfigurationError
+from filelock import FileLock, Timeout
+
+from lossyspec.errors import ConfigurationError, EnvironmentProblem
 from lossyspec.records import (
     BlockRecord,
     Front,
@@ -75,16 +78,41 @@ class RunFolder:
         write_record(self.path / "front.json", front)
 
 
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keeps other searches out of a run folder. Raises EnvironmentProblem when one is in it, or it cannot be written to."""
+    path.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise EnvironmentProblem(f"{path}: another search is using it; wait for it, or give another --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        (path / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):  # a search that was refused leaves no empty folder
+            path.rmdir()
+
+
 def new_folder(out: Path | None, task: str, root: Path = Path("runs")) -> RunFolder:
     """A new run folder: `out`, or runs/<time>-<task>. Raises ConfigurationError when it holds a run already."""
     path = out or root / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{task}"
-    if (path / "manifest.json").exists():
-        raise ConfigurationError(f"{path} holds a run already; go on with --resume, or give another --out")
+    refuse_used(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"--out {path}: cannot be made ({error.strerror})") from None
     return RunFolder(path)
+
+
+def refuse_used(path: Path) -> None:
+    """Raises ConfigurationError for a folder that holds a run, or cannot be one."""
+    if (path / "manifest.json").exists():
+        raise ConfigurationError(f"{path} holds a run already; go on with --resume, or give another --out")
+    if path.exists() and not path.is_dir():
+        raise ConfigurationError(f"--out {path}: cannot be made (it is no folder)")
 
 
 def unfinished_folder(out: Path | None, task: str, root: Path = Path("runs")) -> RunFolder:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lossyspec.errors import ConfigurationError
+from lossyspec.tensor_files import read_tensors, write_tensors
 
 from .laws import BinnedLaw, GreedyLaw, Law, OneHotLaw
 from .trace import Texts, Trace
@@ -21,8 +22,6 @@ _KINDS: dict[str, type[Any]] = {"one_hot": OneHotLaw, "greedy": GreedyLaw, "binn
 
 def save_trace(path: Path, traces: dict[str, Trace]) -> None:
     """Writes the traces of a run as one safetensors file."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, Tensor] = {}
     index: dict[str, Any] = {}
     for half, trace in traces.items():
@@ -44,23 +43,21 @@ def save_trace(path: Path, traces: dict[str, Trace]) -> None:
             "outputs": trace.texts.outputs,
             "limited": trace.texts.limited,
         }
-    temporary = path.with_suffix(".partial")
-    save_file(tensors, temporary, metadata={"schema": SCHEMA, "index": json.dumps(index)})
-    temporary.replace(path)
+    write_tensors(path, tensors, {"schema": SCHEMA, "index": json.dumps(index)})
 
 
 def load_trace(path: Path) -> dict[str, Trace]:
     """Reads what `save_trace` wrote. Raises ConfigurationError for another file."""
-    from safetensors import SafetensorError, safe_open
-
+    tensors, metadata = read_tensors(path)
+    if metadata.get("schema") != SCHEMA:
+        raise ConfigurationError(f"{path}: schema is {metadata.get('schema')!r}; expected {SCHEMA!r}")
     try:
-        with safe_open(path, framework="pt") as stored:
-            metadata = stored.metadata() or {}
-            if metadata.get("schema") != SCHEMA:
-                raise ConfigurationError(f"{path}: schema is {metadata.get('schema')!r}; expected {SCHEMA!r}")
-            tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigurationError(f"{path}: not a trace ({error})") from None
+        return _traces(tensors, metadata)
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
+        raise ConfigurationError(f"{path}: not a trace ({type(error).__name__}: {error})") from None
+
+
+def _traces(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
     for half, note in json.loads(metadata["index"]).items():
         texts = Texts(note["prompts"], note["outputs"], note["limited"])

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from lossyspec.errors import ConfigurationError
 from lossyspec.prompts import prompt_ids
 from lossyspec.runner import Runner
 from lossyspec.sampling import draw
+from lossyspec.tensor_files import read_tensors, write_tensors
 
 #: streams of an archive that are read at a time
 _READ_ROWS = 16
@@ -68,12 +68,7 @@ class Shard:
 
     def save(self, path: Path) -> None:
         """Writes the shard; it is there whole or not at all."""
-        from safetensors.torch import save_file
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".partial")
-        save_file({"tokens": self.tokens, "forced": self.forced, "features": self.features}, temporary)
-        temporary.replace(path)
+        write_tensors(path, {"tokens": self.tokens, "forced": self.forced, "features": self.features})
 
     def rows(self, pick: slice | Tensor) -> Shard:
         """Some of its streams."""
@@ -81,18 +76,11 @@ class Shard:
 
     @staticmethod
     def load(path: Path, features: bool = True) -> Shard:
-        """Reads a shard. features: False leaves them out, which are nearly all of its bytes; their width is then 0."""
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as stored:
-            tokens, forced = stored.get_tensor("tokens"), stored.get_tensor("forced")
-            return Shard(tokens, forced, stored.get_tensor("features") if features else _no_features(tokens))
-
-
-def read_openings(text: str) -> list[str]:
-    """How a user's message may begin, one a line; a backslash and an n stand for a line break. Spaces at the end are left
-    out: tokens begin with theirs."""
-    return [line.rstrip(" ").replace("\\n", "\n") for line in text.splitlines() if line.strip()]
+        """Reads a shard. features: False leaves them out, which are nearly all of its bytes; their width is then 0.
+        Raises ConfigurationError for a damaged one."""
+        stored, _ = read_tensors(path, "tokens", "forced", *(("features",) if features else ()))
+        tokens = stored["tokens"]
+        return Shard(tokens, stored["forced"], stored["features"] if features else _no_features(tokens))
 
 
 class _Turns:
@@ -192,30 +180,24 @@ def _no_features(tokens: Tensor) -> Tensor:
 
 def save_archive(shards: Sequence[Path], path: Path) -> None:
     """The streams of shards of equal length in one small file, without their features."""
-    from safetensors.torch import save_file
-
     parts = [Shard.load(place, features=False) for place in shards]
     if len({part.tokens.shape[1] for part in parts}) != 1:
         return  # the user's own conversations, which the user has
     tokens, forced = torch.cat([part.tokens for part in parts]), torch.cat([part.forced for part in parts])
     small = tokens.to(torch.uint16) if int(tokens.max()) < 1 << 16 else tokens
     bits = torch.from_numpy(np.packbits(forced.numpy(), axis=1))
-    temporary = path.with_suffix(".partial")
-    save_file({"tokens": small, "forced": bits}, temporary)
-    temporary.replace(path)
+    write_tensors(path, {"tokens": small, "forced": bits})
 
 
 def load_archive(path: Path, vocab_size: int) -> Shard:
     """The streams of an archive, with features of width 0: see `with_features`.
 
     Raises ConfigurationError for a file that is no archive, or holds tokens that the target does not have."""
-    from safetensors.torch import load_file
-
     try:
-        stored = load_file(path)
+        stored, _ = read_tensors(path, "tokens", "forced")
         tokens = stored["tokens"].to(torch.int32)
         forced = torch.from_numpy(np.unpackbits(stored["forced"].numpy(), axis=1, count=tokens.shape[1])).bool()
-    except (OSError, KeyError, ValueError, SafetensorError) as problem:
+    except (ConfigurationError, ValueError, IndexError) as problem:
         raise ConfigurationError(f"--streams {path}: not an archive of streams ({problem})") from None
     if int(tokens.max()) >= vocab_size:
         raise ConfigurationError(f"--streams {path} holds the token {int(tokens.max())}; the target has {vocab_size} tokens")

@@ -6,13 +6,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
-from pydantic import Field, ValidationError
 
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
@@ -20,21 +18,23 @@ from lossyspec.feature_head import FeatureHead, HeadShape
 from lossyspec.head_files import head_identity, load_head, save_head
 from lossyspec.loading import LoadedModel, load
 from lossyspec.records import write_text
-from lossyspec.settings import Model, validation_message
+from lossyspec.tensor_files import read_tensors, write_tensors
 from lossyspec.versions import versions
 
 from ..progress import Reporter
+from ..workloads import read_prompts
+from .config import DistillConfig, make_distill_config
 from .data import (
     Shard,
     chat_frame,
     load_archive,
     read_conversations,
-    read_openings,
     save_archive,
     with_features,
     write_streams,
 )
 from .loss import overlap
+from .openings import openings_of
 from .payoff import payoff
 from .training import Recipe, Trainer, batches, covered, frequent_tokens
 
@@ -46,38 +46,6 @@ _EVALUATED = (8192, 32768)  # of their tokens: as training goes on, and in the e
 _DEPTHS = 4  # to which overlaps are measured
 _EVALUATIONS, _EVALUATE_EVERY = 20, 200  # at least so many, at most so many steps apart
 _PATIENCE = 4  # evaluations without a rise that end the training
-
-
-class DistillConfig(Model):
-    """What a distillation was asked for. budget_s None: no limit. rows, length: streams of a shard. start: a head to go on
-    from; its sizes and its token map hold then. openings: see `read_openings`; None: those that come with the tuner."""
-
-    target: str = "embedded"
-    data: Path | None = None
-    streams: Path | None = None
-    openings: Path | None = None
-    tokens: int = Field(300_000, ge=1_000)
-    budget_s: float | None = None
-    start: Path | None = None
-    layers: int = Field(1, ge=1, le=8)
-    width: int | None = Field(None, ge=32)
-    vocab: int = Field(8192, ge=16)
-    depths: int = Field(3, ge=1, le=8)
-    epochs: float = Field(6.0, gt=0)
-    rows: int = Field(64, ge=1, le=4096)
-    length: int = Field(384, ge=16, le=8192)
-    temperatures: tuple[float, float] = (0.6, 1.0)
-    batch_tokens: int = Field(4096, ge=64)
-    rate: float = Field(1e-2, gt=0)
-    seed: int = 0
-
-
-def make_distill_config(**values: object) -> DistillConfig:
-    """A DistillConfig from loose values; raises ConfigurationError naming each wrong value and what is allowed."""
-    try:
-        return DistillConfig(**values)
-    except ValidationError as error:
-        raise ConfigurationError(validation_message(error, dict(DistillConfig.model_fields))) from None
 
 
 @dataclass(frozen=True)
@@ -99,18 +67,37 @@ class Distillation:
         self.reporter = reporter
         self.stop = stop
         self.began = monotonic()
-        self._keep_config()
+        self._check_resumed()
         on_gpu = torch.cuda.is_available()
         self.loaded: LoadedModel = load(config.target, "bf16" if on_gpu else "fp32")
         self.decoder = Decoder(self.loaded)
+        self._check_inputs()
+        # last, so that what is refused leaves no folder that the right options would be held against
+        write_text(folder / "distill.json", json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
         self.bf16 = on_gpu
 
-    def _keep_config(self) -> None:
-        """Writes the configuration; on resume, only what limits the run may differ."""
+    def _check_inputs(self) -> None:
+        """Refuses files and sizes that do not fit the target before any data are written."""
+        if self.config.data is not None:
+            read_prompts(self.config.data)
+        if self.config.streams is not None:
+            load_archive(self.config.streams, self.decoder.target.vocab_size)
+        if self.config.start is not None:
+            load_head(self.config.start, self.loaded)
+        self.openings = openings_of(self.loaded.tokenizer, self.config.openings)
+        limit = self.decoder.target.position_limit
+        if limit is not None and self.config.length >= limit:
+            raise ConfigurationError(f"length is {self.config.length}; the target has {limit} positions: give less --length")
+
+    def _check_resumed(self) -> None:
+        """Raises ConfigurationError when the folder holds another distillation; only what limits the run may differ."""
         path = self.folder / "distill.json"
         now = self.config.model_dump(mode="json")
         if path.exists():
-            then = json.loads(path.read_text(encoding="utf-8"))
+            try:
+                then = dict(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                raise ConfigurationError(f"{path}: cannot be read ({error}); give another --out") from None
             free = ("tokens", "budget_s", "epochs")
             changed = [
                 f"{name}: {then.get(name)!r} then, {now[name]!r} now"
@@ -121,7 +108,6 @@ class Distillation:
                 raise ConfigurationError(
                     f"--out {self.folder} holds a distillation with other options: " + "; ".join(changed)
                 )
-        write_text(path, json.dumps(now, indent=2) + "\n")
 
     def run(self) -> Distilled:
         """Data, training, evaluation, files. Raises KeyboardInterrupt when `stop` said so; all work so far is kept."""
@@ -129,7 +115,8 @@ class Distillation:
         held, used = shards[:_HELD_OUT], shards[_HELD_OUT:]
         if not used:
             raise ConfigurationError(
-                f"{len(shards)} shards of data; at least {_HELD_OUT + 1} are needed: give more --tokens"
+                f"{len(shards)} shards of data; at least {_HELD_OUT + 1} are needed: give more "
+                + ("--tokens" if self.config.data is None else f"conversations of 8 tokens or more in {self.config.data}")
             )
         head, coverage = self._head(used)
         model = self.loaded.model
@@ -161,7 +148,7 @@ class Distillation:
         place = self.folder / "shards"
         if self.config.data is not None:
             return self._traffic(place)
-        frame, openings = chat_frame(self.loaded.tokenizer, self.decoder.eos_ids), self._openings()
+        frame = chat_frame(self.loaded.tokenizer, self.decoder.eos_ids)
         size = self.config.rows * self.config.length
         wanted = max(_HELD_OUT + 1, -(-self.config.tokens // size))
         have = sorted(place.glob("*.safetensors"))
@@ -182,7 +169,7 @@ class Distillation:
                     self.config.temperatures,
                     self.config.seed + 1000 + index,
                     step.advance,
-                    openings,
+                    self.openings,
                 )
                 shard.save(place / f"{index:05d}.safetensors")
                 self.reporter.say(f"shard {index + 1} of {wanted}: {size / (monotonic() - began):.0f} tokens/s")
@@ -191,18 +178,6 @@ class Distillation:
         shards = sorted(place.glob("*.safetensors"))
         save_archive(shards, self.folder / ARCHIVE)
         return shards
-
-    def _openings(self) -> list[list[int]]:
-        """Token ids of what users' messages may begin with; none for a target without turns."""
-        if self.loaded.tokenizer.chat_template is None and self.config.openings is None:
-            return []
-        source = self.config.openings or files("lossyspec.tuner").joinpath("data", "openings.txt")
-        try:
-            texts = read_openings(source.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as problem:
-            allowed = "allowed: a text in UTF-8 with one opening a line"
-            raise ConfigurationError(f"--openings {self.config.openings}: {problem}; {allowed}") from None
-        return [self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
     def _archive(self, place: Path, have: list[Path]) -> list[Path]:
         """Shards of streams that another distillation wrote; what is wanted beyond them is written anew."""
@@ -219,8 +194,6 @@ class Distillation:
         return sorted(place.glob("*.safetensors"))
 
     def _traffic(self, place: Path) -> list[Path]:
-        from ..workloads import read_prompts
-
         assert self.config.data is not None
         conversations = []
         for item in read_prompts(self.config.data):
@@ -239,8 +212,6 @@ class Distillation:
 
     def _head(self, shards: Sequence[Path]) -> tuple[FeatureHead, float]:
         """A fresh head of the configured sizes; its token map is kept, so that more data does not change it on resume."""
-        from safetensors.torch import load_file, save_file
-
         config, text = self.config, self.loaded.model.config.get_text_config()
         path = self.folder / "token_map.safetensors"
         if config.start is not None:
@@ -248,9 +219,8 @@ class Distillation:
             return head, covered(shards, head.token_map, self.decoder.target.vocab_size)
         if not path.exists():
             ids, coverage = frequent_tokens(shards, config.vocab, self.decoder.target.vocab_size)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"token_map": ids, "coverage": torch.tensor(coverage)}, path)
-        stored = load_file(path)
+            write_tensors(path, {"token_map": ids, "coverage": torch.tensor(coverage)})
+        stored, _ = read_tensors(path, "token_map", "coverage")
         hidden = self.loaded.model.get_input_embeddings().weight.shape[1]
         width = config.width or hidden
         size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
@@ -327,3 +297,6 @@ def _stalled(history: list[dict[str, Any]]) -> bool:
     """Whether the held-out overlap at depth 1 has not risen for some evaluations."""
     values = [row["overlap"][0] for row in history]
     return len(values) > _PATIENCE and max(values[-_PATIENCE:]) <= max(values[:-_PATIENCE])
+
+
+__all__ = ["Distillation", "Distilled", "make_distill_config"]

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead
 from lossyspec.records import write_text
+from lossyspec.tensor_files import read_tensors, write_tensors
 
 from .data import Shard
 from .loss import laws_loss
@@ -149,39 +151,35 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint: weights and optimizer state as safetensors, the step as JSON last."""
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"head.{name}": value.contiguous() for name, value in self.head.state_dict().items()}
         for place, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{place}.{index}.{name}": value for name, value in state.items()}
-        temporary = folder / "checkpoint.partial"
-        save_file(tensors, temporary, metadata={"step": str(self.step)})
-        temporary.replace(folder / "checkpoint.safetensors")
+        write_tensors(folder / "checkpoint.safetensors", tensors, {"step": str(self.step)})
         write_text(folder / "progress.json", json.dumps({"step": self.step}))
 
     def load(self, folder: Path) -> bool:
-        """Goes on from a checkpoint; False when there is none."""
-        from safetensors import safe_open
-
+        """Goes on from a checkpoint; False when there is none. Raises ConfigurationError for a damaged one."""
         path = folder / "checkpoint.safetensors"
         if not path.exists():
             return False
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
         weights: dict[str, Tensor] = {}
-        with safe_open(path, framework="pt") as stored:
-            self.step = int(stored.metadata()["step"])
-            for key in stored.keys():  # noqa: SIM118
+        tensors, metadata = read_tensors(path)
+        try:
+            self.step = int(metadata["step"])
+            for key, value in tensors.items():
                 kind, _, name = key.partition(".")
                 if kind == "head":
-                    weights[name] = stored.get_tensor(key)
+                    weights[name] = value
                 else:
                     place, index, part = name.split(".")
-                    states[int(place)].setdefault(int(index), {})[part] = stored.get_tensor(key)
-        self.head.load_state_dict(weights)
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+                    states[int(place)].setdefault(int(index), {})[part] = value
+            self.head.load_state_dict(weights)
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        except (KeyError, ValueError, IndexError, RuntimeError) as error:
+            raise ConfigurationError(f"{path}: not a checkpoint of this head ({error})") from None
         return True
 
 
