@@ -38,6 +38,7 @@ from lossyspec.records import Front, FrontPoint, Prediction, RunManifest, append
 from lossyspec.settings import Sampling, Settings
 from lossyspec.tuner import cli_common
 from lossyspec.tuner.cli import app, main
+from lossyspec.tuner.cli_search import over_budget
 from lossyspec.tuner.progress import Reporter
 
 FRAME = re.compile(r"Traceback|File \"")
@@ -770,3 +771,8 @@ def test_generate_streams_while_it_decodes(cli: Cli, tiny: Path, monkeypatch: py
     answer = decoder.generate("w1 w2", 10, seed=1)
     assert "".join(written) == answer[0].text
     assert len([piece for piece in written if piece]) > 1
+
+
+def test_a_search_that_took_longer_than_its_budget_says_so() -> None:
+    assert over_budget(310.0, 300.0) is None
+    assert str(over_budget(468.0, 300.0)).startswith("it took 7.8 minutes, the budget was 5.0:")

@@ -38,7 +38,7 @@ from .workloads import find_task
     "--dataset", default=None, help="A data set: cnn_dailymail, a hub id, or a local file or folder. [default: none]"
 )
 @click.option("--max-quality-loss", default="5%", help="Most perplexity over the target's own.")
-@click.option("--budget", default="5m", help="Wall-clock time of the whole search: 90s, 5m, 1h.")
+@click.option("--budget", default="5m", help="Wall-clock time to aim at: 90s, 5m, 1h. A slow machine may need more.")
 @click.option("--trials", type=int, default=600, help="Most configurations to replay.")
 @click.option("--batch", default="1,4", help="Batch sizes to tune for.")
 @click.option("--precision", default="auto", help=f"auto, or a list of {', '.join(PRECISIONS)}.")
@@ -90,6 +90,18 @@ def search(*, resume: bool, dry_run: bool, out: Path | None, as_json: bool, **op
     click.echo(
         f"run folder  {result.folder}\nreport      {result.folder / 'report' / 'index.html'}\n"
         f"picture     {result.folder / 'report' / 'pareto.png'}\nprofile     {result.folder / 'profile.json'}"
+    )
+    if late := over_budget(result.manifest.timings_s["total"], config.budget_s):
+        click.echo(late)
+
+
+def over_budget(took_s: float, budget_s: float) -> str | None:
+    """A line for a search that took longer than it was to; None for one that did not."""
+    if took_s <= 1.1 * budget_s:
+        return None
+    return (
+        f"it took {took_s / 60:.1f} minutes, the budget was {budget_s / 60:.1f}: what a search needs at least takes longer here; "
+        f"fewer --texts, --max-new-tokens or precisions shorten it"
     )
 
 
