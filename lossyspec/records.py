@@ -263,6 +263,8 @@ def parse(data: Any, kind: type[RecordT], place: str) -> RecordT:
 
 
 def _read_text(path: Path) -> str:
+    if path.is_char_device() or path.is_block_device():  # some have no end
+        raise ConfigurationError(f"{path}: cannot be read (it is a device)")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

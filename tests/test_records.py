@@ -240,3 +240,8 @@ def test_records_of_a_block_and_a_run_survive_json() -> None:
     )
     for record in (block, manifest, trial()):
         assert parse(json.loads(json.dumps(dump(record))), type(record), "here") == record
+
+
+def test_a_device_is_no_file_to_read() -> None:
+    with pytest.raises(ConfigurationError, match="/dev/zero: cannot be read"):
+        read_record(Path("/dev/zero"), RunManifest)

@@ -100,8 +100,8 @@ def over_budget(took_s: float, budget_s: float) -> str | None:
     if took_s <= 1.1 * budget_s:
         return None
     return (
-        f"it took {took_s / 60:.1f} minutes, the budget was {budget_s / 60:.1f}: what a search needs at least takes longer here; "
-        f"fewer --texts, --max-new-tokens or precisions shorten it"
+        f"it took {took_s / 60:.1f} minutes, the budget was {budget_s / 60:.1f}: what a search needs at least takes longer "
+        f"here; fewer --texts, --max-new-tokens or precisions shorten it"
     )
 
 
