@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# a process a core, each with one thread: the models of the tests are too small to share among threads
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 .PHONY: search test test-fast lint types setup clean
 
@@ -19,10 +21,10 @@ search: $(READY)
 	$(BIN)/lossytune search --task dialogue
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not real_model"
+	$(PYTEST) -m "not real_model"
 
 lint: $(READY)
 	$(BIN)/ruff check .
