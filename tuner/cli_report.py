@@ -65,7 +65,6 @@ def report(
     )  # fmt: skip
     demand = import_module("lossyspec.reports.capacity").make_demand(rate, input_tokens, output_tokens, p95)
     options = import_module("lossyspec.reports.assemble").Options(terms, predict, accelerators, demand)
-    click.echo(f"drawing {len(runs)} run{'s' * (len(runs) > 1)}", err=True)
     paths = import_module("lossyspec.reports.build").build_report(runs, out, options)
     if as_json:
         click.echo(next(path for path in paths if path.name == "report.json").read_text(encoding="utf-8"), nl=False)
