@@ -200,15 +200,19 @@ def user_profile_folder() -> Path:
     return Path(os.environ.get("LOSSYTUNE_PROFILES") or Path(platformdirs.user_data_dir("lossytune")) / "profiles")
 
 
+def bundled_files() -> list[Path]:
+    """The JSON files that ship with lossytune, profiles among them."""
+    try:
+        folder = resources.files("lossyspec.hardware_profiles")
+    except ModuleNotFoundError:  # the runtime was vendored without its data
+        return []
+    return sorted(Path(str(item)) for item in folder.iterdir() if item.name.endswith(".json"))
+
+
 def known_profiles() -> Iterator[tuple[Path, Profile | ConfigurationError]]:
     """All profiles of this user, newest first, then the bundled ones; an unreadable file comes with its error."""
-    places = sorted(user_profile_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    try:
-        bundled = resources.files("lossyspec.hardware_profiles")
-        places += sorted(Path(str(item)) for item in bundled.iterdir() if item.name.endswith(".json"))
-    except ModuleNotFoundError:  # the runtime was vendored without its data
-        pass
-    for path in places:
+    own = sorted(user_profile_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (*own, *bundled_files()):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(data, dict) and str(data.get("schema")).startswith("lossytune.profile/"):

@@ -86,5 +86,7 @@ def save_tiny(folder: Path, architecture: str = "llama", seed: int = 0, template
 
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's profiles; real-model tests share the user's cache of converted models."""
+    """No test reads or writes the user's profiles, or finds one that ships for the machine that it runs on; real-model tests
+    share the user's cache of converted models."""
     monkeypatch.setenv("LOSSYTUNE_PROFILES", str(tmp_path / "profiles"))
+    monkeypatch.setattr("lossyspec.profile.bundled_files", list)
