@@ -28,6 +28,7 @@ from lossyspec.profile import (
     ModelIdentity,
     Profile,
     Provenance,
+    bundled_files,
     choose,
     compare,
     device_of,
@@ -303,6 +304,7 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bundled"
     folder.mkdir()
     monkeypatch.setattr("lossyspec.profile.resources", SimpleNamespace(files=lambda name: folder))
+    monkeypatch.setattr("lossyspec.profile.bundled_files", bundled_files)  # conftest leaves none
     return folder
 
 
