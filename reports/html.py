@@ -67,13 +67,11 @@ def _title(report: Report) -> str:
 
 
 def _verdict(item: RunReport, one: bool) -> str:
-    stored = item.run.verdict
     name = "" if one else f"<strong>{escape(item.label)}:</strong> "
-    more = f"<br><small>{escape(stored)}</small>" if stored != item.summary.sentence else ""
     suspects = "".join(f'<p class="refused">{escape(said)}</p>' for said in item.suspects)
     made_up = item.summary.made_up
     warning = f'<p class="refused"><strong>Not measured, made up:</strong> {escape(made_up)}</p>' if made_up else ""
-    return f'<p class="verdict">{name}{escape(item.summary.sentence)}{more}</p>{warning}{suspects}'
+    return f'<p class="verdict">{name}{escape(item.summary.sentence)}</p>{warning}{suspects}'
 
 
 def _devices(runs: Sequence[RunReport]) -> str:
