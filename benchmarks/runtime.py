@@ -7,7 +7,6 @@ Then where a round's time goes, and what lossless decoding adds to the peak memo
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from time import perf_counter
 
 from common import Run, line, play
 
+from lossyspec.cpu import peak_memory_bytes
 from lossyspec.prompts import prompt_ids
 from lossyspec.records import BlockRecord
 from lossyspec.settings import PRECISIONS, QUANTISED, Precision, Precisions, Sampling, Settings
@@ -85,7 +85,7 @@ def main() -> None:
     if options.peak is not None:
         run = pool.run_settings(settings_of(wanted[0], options.peak), sampling, options.tokens)
         run(prompts[: options.batch], 0)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        print(peak_memory_bytes())
         return
     runs = {}
     for precision in wanted:

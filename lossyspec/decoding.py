@@ -168,7 +168,7 @@ class Batch:
         for row, new in zip(self.rows, news, strict=True):
             most = usual if row.job.draft_length is None else row.job.draft_length
             limits.append(min(most, row.job.stopping.max_new_tokens - len(row.output) - len(new) - 1))
-            prefixes.append(row.tokens + new)
+            prefixes.append([*row.prompt, *row.output, *new])
         return Request(prefixes, limits, settings, [row.job.choice for row in self.rows])
 
     def _ask(self, request: Request) -> Proposal:

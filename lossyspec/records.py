@@ -180,9 +180,8 @@ class RunManifest(Model):
     energy: dict[str, str] | None = None  # method and scope of the blocks' joules, or the reason why there are none
     target_parameters: int | None = None  # numbers read in a pass of the target; None: not recorded
     draft_parameters: int | None = None
-    transformers_precision: Precision | None = (
-        None  # of its `generate` where plain decoding is quantised; None: not recorded
-    )
+    #: of its `generate` where plain decoding is quantised; None: not recorded
+    transformers_precision: Precision | None = None
 
 
 def write_text(path: Path, text: str) -> None:

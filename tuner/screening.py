@@ -90,8 +90,7 @@ def screen(space: SearchSpace, pool: ModelPool, reference: Precision) -> tuple[d
                 times[precision] = measure(base, pool.decoder(precision).target)
             except ConfigurationError as problem:
                 found[precision] = str(problem)
-    dense = {name: each.other_s[0] / each.reference_s[0] for name, each in times.items() if name not in QUANTISED}
-    pool.outside = min([reference, *dense], key=lambda name: dense.get(name, 1.0))
+    pool.outside = _fastest(reference, {name: each for name, each in times.items() if name not in QUANTISED})
     return found | left_out(times), next((each.reference_s[0] for each in times.values()), None)
 
 
@@ -100,15 +99,17 @@ def fastest_dense(pool: ModelPool, hardware: HardwareInfo, kept: Collection[Prec
     that the search needs; of the others only the fastest stays in memory."""
     usable = [name for name, reason in supported_precisions(hardware).items() if reason is None and name not in QUANTISED]
     base = pool.decoder(usable[0]).target
-    steps: dict[Precision, float] = {usable[0]: 1.0}
-    for precision in usable[1:]:
-        times = measure(base, pool.decoder(precision).target)
-        steps[precision] = times.other_s[0] / times.reference_s[0]
-    best = min(steps, key=lambda name: steps[name])
-    for precision in steps:
+    best = _fastest(usable[0], {name: measure(base, pool.decoder(name).target) for name in usable[1:]})
+    for precision in usable:
         if precision != best and precision not in kept:
             pool.forget(precision)
     return best
+
+
+def _fastest(reference: Precision, times: Mapping[Precision, Times]) -> Precision:
+    """Of the reference and those that were timed against it, the one with the shortest plain step."""
+    steps = {name: each.other_s[0] / each.reference_s[0] for name, each in times.items()}
+    return min([reference, *steps], key=lambda name: steps.get(name, 1.0))
 
 
 def narrow(
