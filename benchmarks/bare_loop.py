@@ -6,7 +6,7 @@ import argparse
 from time import perf_counter
 
 import torch
-from common import Run, line, play
+from common import Run, line, one_text, play
 
 from lossyspec.decoder import Decoder
 from lossyspec.prompts import prompt_ids
@@ -35,10 +35,7 @@ def bare(decoder: Decoder, temperature: float, tokens: int) -> Run:
             if token in decoder.eos_ids:
                 break
         ended = perf_counter()
-        return BlockRecord(
-            block=0, forward=True, contestant="", batch_size=1, tokens=len(output), total_s=ended - began,
-            decode_s=ended - read, rounds=None, first_token_s=None, outputs=(tuple(output),),
-        )  # fmt: skip
+        return one_text(output, ended - began, ended - read)
 
     return run
 

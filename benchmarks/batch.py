@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from common import line, play
+from common import host_share, line, play
 
 from lossyspec.prompts import prompt_ids
 from lossyspec.settings import PRECISIONS, Precisions, Sampling, Settings
@@ -49,8 +49,8 @@ def main() -> None:
             stats = decoder.generate_ids(
                 prompts[:size], options.tokens, settings=settings, seed=0, temperature=options.temperature
             ).stats
-            host, round_s = 1 - (stats.verify_s + stats.draft_s) / stats.decode_s, stats.decode_s / stats.passes
-            print(f"{name}, batch {size}: {round_s * 1e3:.2f} ms a round, {host:.1%} of it neither model's")
+            round_s = stats.decode_s / stats.passes
+            print(f"{name}, batch {size}: {round_s * 1e3:.2f} ms a round, {host_share(stats):.1%} of it neither model's")
 
 
 if __name__ == "__main__":

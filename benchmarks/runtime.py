@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-from common import Run, line, play
+from common import Run, host_share, line, one_text, play
 
 from lossyspec.cpu import peak_memory_bytes
 from lossyspec.prompts import prompt_ids
@@ -49,10 +49,7 @@ def llama_cpp(path: Path, sampling: Sampling, tokens: int) -> Run:
             output.append(token)
             if token == model.token_eos() or len(output) == tokens:
                 break
-        return BlockRecord(
-            block=0, forward=True, contestant="", batch_size=1, tokens=len(output), total_s=perf_counter() - began,
-            decode_s=None, rounds=None, first_token_s=None, outputs=(tuple(output),),
-        )  # fmt: skip
+        return one_text(output, perf_counter() - began)
 
     return run
 
@@ -116,11 +113,10 @@ def main() -> None:
                 temperature=options.temperature,
             )  # fmt: skip
             stats = made.stats
-            forward_s = stats.verify_s + stats.draft_s
             print(
                 f"{precision}, draft length {length}: {stats.decode_s / stats.passes * 1e3:.2f} ms a round: "
                 f"target {stats.verify_s / stats.decode_s:.1%}, draft {stats.draft_s / stats.decode_s:.1%}, "
-                f"the rest {1 - forward_s / stats.decode_s:.1%}"
+                f"the rest {host_share(stats):.1%}"
             )
     peaks = {}
     for length in {0, *lengths[:1]}:
