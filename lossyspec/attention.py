@@ -15,6 +15,8 @@ Reader = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Attended = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: on the CPU, passes of at most this many tokens a row attend by two plain products; longer ones by the fused kernel
 _SHORT = 32
+#: keys or values that are widened to fp32 at a time: few enough to stay in a core's cache
+_WIDENED = 1 << 20
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared: int = 0) -> Tensor:
@@ -29,14 +31,31 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared:
             mask = mask.repeat_interleave(heads // mask.shape[1], 1)
         result = F.scaled_dot_product_attention(queries, keys, values, mask, scale=1.0, enable_gqa=heads != keys.shape[1])
         return result.transpose(1, 2).reshape(batch, count, heads * size)
+    if q.dtype != torch.float32:
+        return _widened(q, keys, values, mask, shared)
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    queries = (
-        q.view(batch, count, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * count, size)
-    )
-    scores = queries @ keys.transpose(-1, -2)
+    if count == 1:
+        queries = q.reshape(batch * kv_heads, group, size)
+    else:
+        queries = q.view(batch, count, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(-1, group * count, size)
+    scores = torch.bmm(queries, keys.flatten(0, 1).mT)
     if mask is not None:  # in place and past what all see: with a long past the scores are much to copy
         hidden = ~mask[..., shared:].unsqueeze(2)
         scores.view(batch, kv_heads, group, count, -1)[..., shared:].masked_fill_(hidden, -torch.inf)
-    attended = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
-    return attended.view(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
+    attended = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
+    if count > 1:
+        attended = attended.view(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4)
+    return attended.reshape(batch, count, heads * size)
+
+
+def _widened(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared: int) -> Tensor:
+    """The same for 16-bit numbers, in fp32, some rows at a time: scores rounded to 16 bits would nearly double the error of
+    a whole pass, and small products of bf16 are slower."""
+    rows = max(1, _WIDENED // keys[0].numel())
+    masks = mask.split(rows) if mask is not None else [None] * -(-len(q) // rows)
+    parts = (
+        attend(*(part.float() for part in some), seen, shared).to(q.dtype)
+        for *some, seen in zip(q.split(rows), keys.split(rows), values.split(rows), masks, strict=True)
+    )
+    return torch.cat(list(parts))

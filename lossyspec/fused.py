@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from .attention import Attended, Reader, attend
 from .kv_cache import RowCache, layer_types
+from .likeness import apart, tolerance
 from .norms import rms_norm
 
 logger = logging.getLogger("lossytune")
@@ -213,8 +214,7 @@ def _agrees(model: Any, stack: FusedStack) -> bool:
     read = stack.dense(cache, (positions[:, None] <= positions[..., None])[:, None])
     got = stack.logits(stack.hidden(tokens, positions, read)).float()
     want = model(input_ids=tokens, use_cache=False).logits.float()
-    tolerance = 2e-3 if model.dtype == torch.float32 else 0.25
-    return bool((got - want).abs().max() <= tolerance * want.std().clamp_min(1e-6))
+    return apart(got, want) <= tolerance(model.dtype)
 
 
 def dense(modules: Sequence[Any]) -> Dense:

@@ -15,6 +15,7 @@ from .errors import ConfigurationError, NumericalError, mark_row
 from .fused import FusedStack, fuse
 from .graphs import Capture, CudaCapture, Graphs
 from .kv_cache import RowCache, layer_types
+from .likeness import apart, tolerance
 from .settings import Attention, Compile, Passes
 from .sparse import SparseReader
 
@@ -297,10 +298,8 @@ def check_rollback(model: Any, name: str, stack: FusedStack | None = None) -> No
         for index, row in enumerate(rows):
             full = torch.tensor([row + after[index].tolist()], device=runner.device)
             want = model(input_ids=full, use_cache=False).logits[0, -2:, : runner.vocab_size].float()
-            scale = want.std().clamp_min(1e-6)
-            tolerance = 2e-3 if model.dtype == torch.float32 and stack is None else 0.25
-            error = float((got[index] - want).abs().max() / scale)
-            if not error <= tolerance:
+            error = apart(got[index], want)
+            if not error <= tolerance(model.dtype if stack is None else torch.bfloat16):
                 raise ConfigurationError(
                     f"the {name} model ({model.config.model_type}) gives other logits after a rollback than without a cache "
                     f"(off by {error:.2g} standard deviations): its state cannot be rolled back, so it cannot be used"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import lossyspec.attention as attention
 from lossyspec.attention import attend
 from lossyspec.fused import FusedStack, fuse
+from lossyspec.likeness import apart, tolerance
 from lossyspec.runner import Runner
 
 FAMILY = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
@@ -131,6 +133,48 @@ def test_attention_is_the_plain_formula_on_both_ways(
     finally:
         attention._SHORT = before
     torch.testing.assert_close(got, slow_attend(q, keys, values, mask), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widened", [1, 1 << 20])  # one row at a time, all at once
+def test_16_bit_attention_rounds_its_inputs_and_its_result_alone(
+    dtype: torch.dtype, widened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lossyspec.attention._WIDENED", widened)
+    torch.manual_seed(0)
+    for count in (1, 3):
+        q, keys, values = 3 * torch.randn(5, count, 6, 8), torch.randn(5, 2, 9, 8), torch.randn(5, 2, 9, 8)
+        q, keys, values = q.to(dtype), keys.to(dtype), values.to(dtype)
+        mask = (torch.arange(9) <= torch.arange(5, 5 + count)[:, None])[None, None].expand(5, 1, -1, -1)
+        got = attend(q, keys, values, mask)
+        assert got.dtype == dtype
+        want = slow_attend(q.float(), keys.float(), values.float(), mask)
+        torch.testing.assert_close(got.float(), want, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", FAMILY)
+def test_the_fused_stack_in_bf16_is_no_further_from_fp32_than_transformers_is(architecture: str) -> None:
+    exact = lively_model(architecture)
+    model = copy.deepcopy(exact).to(torch.bfloat16)
+    tokens = torch.arange(3, 43)[None]
+    with torch.inference_mode():
+        want = exact(input_ids=tokens, use_cache=False).logits
+        theirs = model(input_ids=tokens, use_cache=False).logits.float()
+    runner = Runner(model)
+    assert runner._fused is not None
+    runner.start([[3]], 48)
+    ours = torch.cat([runner.logits(some, [int(some[0, 0]) - 3]) for some in tokens.split(8, 1)], 1)
+    assert apart(ours, want) <= 1.5 * apart(theirs, want)
+
+
+def test_apart_is_a_share_of_the_spread_at_the_worst_position() -> None:
+    want = torch.randn(2, 3, 1000)
+    got = want.clone()
+    got[1, 2] += 0.5 * want.std()
+    assert apart(want, want) == 0.0
+    assert apart(got, want) == pytest.approx(0.5, rel=1e-3)
+    got[0, 0, 0] = math.nan
+    assert not apart(got, want) <= tolerance(torch.bfloat16)
 
 
 def test_stale_entries_behind_the_mask_do_not_count() -> None:

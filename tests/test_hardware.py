@@ -13,6 +13,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from lossyspec.cpu import multiplies_bf16
 from lossyspec.device_names import canonical_cpu_name, canonical_device_name
 from lossyspec.errors import EnvironmentProblem, LossyspecError
 from lossyspec.hardware import (
@@ -501,6 +502,20 @@ def test_cpu_topology_and_affinity(tmp_path: Path) -> None:
     assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores, cpu.usable_cores) == (2, 4, 8, 4)
     assert cpu.isa == ["sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile"]
     assert (cpu.quota_cores, cpu.memory_bytes, cpu.memory_limit_bytes) == (None, 1024000, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "has"),
+    [
+        ("flags\t\t: avx2 avx512f avx512_bf16", True),
+        ("flags\t\t: avx2 avx512f amx_tile amx_bf16", True),
+        ("Features\t: asimd bf16", True),
+        ("flags\t\t: avx2 avx512f avx512_vnni", False),
+        ("", False),
+    ],
+)
+def test_cpus_that_multiply_bf16(tmp_path: Path, words: str, has: bool) -> None:
+    assert multiplies_bf16(write(tmp_path, {"proc/cpuinfo": f"processor\t: 0\n{words}\n"})) is has
 
 
 @pytest.mark.parametrize(

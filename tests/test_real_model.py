@@ -168,6 +168,7 @@ def test_case_17_bf16_differs_from_transformers_first_at_a_numeric_tie(
     they are one step of the number format apart, which is more than 1e-2 at logits of 34 (0.25)."""
     narrow = load("embedded", "bf16")
     decoder = Decoder(narrow)
+    assert decoder.target._fused is not None
     real, seen = decoder.target.logits, []
 
     def record(tokens: Tensor, *given: Any) -> Tensor:
