@@ -24,35 +24,34 @@ class _LawsLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, bias: Tensor, known: Tensor, rows: Tensor, weights: Tensor, reach: float, bf16: bool, *outputs: Tensor
+        ctx: Any, bias: Tensor, known: Tensor, rows: Tensor, weights: Tensor, reach: float, *outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         total, overlaps = torch.zeros((), device=known.device), torch.zeros(len(outputs), device=known.device)
         by_output, by_bias = [torch.empty_like(output) for output in outputs], torch.zeros_like(bias)
-        with torch.autocast(known.device.type, dtype=torch.bfloat16, enabled=bf16):
-            for first in range(0, len(known), _PIECE):
-                piece = slice(first, first + _PIECE)
-                z = F.linear(known[piece], rows).float()
+        for first in range(0, len(known), _PIECE):
+            piece = slice(first, first + _PIECE)
+            z = F.linear(known[piece].to(rows.dtype), rows).float()
+            level = z.logsumexp(-1, keepdim=True)
+            p = (z - level).exp_()
+            certainty = torch.linalg.vecdot(p, z) - level[:, 0]
+            for depth, output in enumerate(outputs):
+                weight = weights[depth, piece]
+                z = F.linear(output[piece].to(rows.dtype), rows).float().add_(bias)
                 level = z.logsumexp(-1, keepdim=True)
-                p = (z - level).exp_()
-                certainty = torch.linalg.vecdot(p, z) - level[:, 0]
-                for depth, output in enumerate(outputs):
-                    weight = weights[depth, piece]
-                    z = F.linear(output[piece], rows).float().add_(bias)
-                    level = z.logsumexp(-1, keepdim=True)
-                    divergence = certainty - torch.linalg.vecdot(p, z) + level[:, 0]
-                    q = z.sub_(level).exp_()
-                    shared = torch.minimum(p, q).sum(-1)
-                    overlaps[depth] += weight @ shared
-                    share = float((-reach * (weight @ shared) / weight.sum().clamp_min(1e-12)).exp()) if reach else 1.0
-                    total += weight @ (share * divergence + (1.0 - share) * (1.0 - shared))
-                    slope = q - p
-                    if share < 1.0:
-                        below = (q < p).to(q.dtype)
-                        least = torch.linalg.vecdot(q, below)
-                        slope.mul_(share).addcmul_(q, least[:, None] - below, value=1.0 - share)
-                    slope.mul_(weight[:, None])
-                    by_output[depth][piece] = (slope @ rows).to(output.dtype)
-                    by_bias += slope.sum(0)
+                divergence = certainty - torch.linalg.vecdot(p, z) + level[:, 0]
+                q = z.sub_(level).exp_()
+                shared = torch.minimum(p, q).sum(-1)
+                overlaps[depth] += weight @ shared
+                share = float((-reach * (weight @ shared) / weight.sum().clamp_min(1e-12)).exp()) if reach else 1.0
+                total += weight @ (share * divergence + (1.0 - share) * (1.0 - shared))
+                slope = q - p
+                if share < 1.0:
+                    below = (q < p).to(q.dtype)
+                    least = torch.linalg.vecdot(q, below)
+                    slope.mul_(share).addcmul_(q, least[:, None] - below, value=1.0 - share)
+                slope.mul_(weight[:, None])
+                by_output[depth][piece] = (slope.to(rows.dtype) @ rows).to(output.dtype)
+                by_bias += slope.sum(0)
         ctx.save_for_backward(by_bias, *by_output)
         overlaps /= weights.sum(1).clamp_min(1e-12)
         ctx.mark_non_differentiable(overlaps)
@@ -62,7 +61,7 @@ class _LawsLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         by_bias, *by_output = ctx.saved_tensors
         scale = gradients[0]
-        return by_bias * scale, None, None, None, None, None, *(part * scale for part in by_output)
+        return by_bias * scale, None, None, None, None, *(part * scale for part in by_output)
 
 
 def laws_loss(
@@ -72,17 +71,16 @@ def laws_loss(
     rows: Tensor,
     weights: Tensor,
     reach: float = 0.0,
-    bf16: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum over depths and positions of share KL(p || q) + (1 - share) (1 - sum(min(p, q))), and the mean
     overlap sum(min(p, q)) of each depth.
 
     outputs: by depth, (n, hidden) of the head, q = softmax(rows output + bias). known: (n, hidden) of the target, p =
-    softmax(rows known). rows: (vocab, hidden). weights: (depths, n).
+    softmax(rows known). rows: (vocab, hidden), in whose dtype products are taken. weights: (depths, n).
     share: exp(-reach overlap), so that training begins with KL, whose gradient reaches tokens that q does not know yet, and
     moves on to what is accepted in the end. reach 0: KL alone.
     """
-    total, overlaps = _LawsLoss.apply(bias, known, rows, weights, reach, bf16, *outputs)  # type: ignore[no-untyped-call]
+    total, overlaps = _LawsLoss.apply(bias, known, rows, weights, reach, *outputs)  # type: ignore[no-untyped-call]
     return total, overlaps
 
 

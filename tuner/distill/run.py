@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lossyspec.cpu import multiplies_bf16
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
@@ -68,13 +70,12 @@ class Distillation:
         self.stop = stop
         self.began = monotonic()
         self._check_resumed()
-        on_gpu = torch.cuda.is_available()
-        self.loaded: LoadedModel = load(config.target, "bf16" if on_gpu else "fp32")
+        self.bf16 = torch.cuda.is_available() or multiplies_bf16()
+        self.loaded: LoadedModel = load(config.target, "bf16" if self.bf16 else "fp32")
         self.decoder = Decoder(self.loaded)
         self._check_inputs()
         # last, so that what is refused leaves no folder that the right options would be held against
         write_text(folder / "distill.json", json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
-        self.bf16 = on_gpu
 
     def _check_inputs(self) -> None:
         """Refuses files and sizes that do not fit the target before any data are written."""
@@ -120,8 +121,8 @@ class Distillation:
             )
         head, coverage = self._head(used)
         model = self.loaded.model
-        embeddings = model.get_input_embeddings().weight.detach()
-        output_rows = model.get_output_embeddings().weight.detach()
+        embeddings = model.get_input_embeddings().weight.detach().float()
+        output_rows = model.get_output_embeddings().weight.detach().float()
         tokens = sum(Shard.load(path, features=False).tokens.numel() for path in used)
         recipe = Recipe(
             depths=self.config.depths,
@@ -130,14 +131,14 @@ class Distillation:
             seed=self.config.seed,
             steps=max(1, int(self.config.epochs * tokens / self.config.batch_tokens)),
         )
-        trainer = Trainer(head.to(model.device), embeddings.float(), output_rows.float()[head.token_map], recipe, self.bf16)
+        trainer = Trainer(head.to(model.device), embeddings, output_rows[head.token_map], recipe, self.bf16)
         if trainer.load(self.folder / "checkpoint"):
             self.reporter.say(f"going on from step {trainer.step}")
         test = Shard.load(held[0])
         glance, look = (test.rows(slice(max(1, count // test.tokens.shape[1]))) for count in _EVALUATED)
 
         def measured(batch: Shard, temperatures: Sequence[float]) -> list[dict[str, Any]]:
-            return overlap(head, embeddings.float(), output_rows.float(), batch, temperatures, _DEPTHS)
+            return overlap(head, embeddings, output_rows, batch, temperatures, _DEPTHS)
 
         history = self._train(trainer, used, lambda: measured(glance, [1.0]))
         return self._finish(head, trainer, tokens, coverage, history, measured(look, (0.7, 1.0)))
@@ -285,7 +286,9 @@ class Distillation:
             "parameters": sum(part.numel() for part in head.parameters()),
             "started_from": head_identity(self.config.start) if self.config.start else None,
             "overlap": overlaps,
-            "payoff": payoff(self.decoder.target, head, overlaps),
+            "payoff": payoff(
+                self.decoder.target, copy.deepcopy(head), overlaps
+            ),  # a draft turns its head to the target's dtype
             "history": history,
             "versions": versions(),
         }

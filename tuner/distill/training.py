@@ -89,7 +89,7 @@ class Trainer:
     def __init__(self, head: FeatureHead, embeddings: Tensor, rows: Tensor, recipe: Recipe, bf16: bool) -> None:
         self.head = head
         self.embeddings = embeddings
-        self.rows = rows
+        self.rows = rows.bfloat16() if bf16 else rows
         self.recipe = recipe
         self.bf16 = bf16
         self.step = 0
@@ -121,7 +121,6 @@ class Trainer:
             self.rows,
             weights,
             self.recipe.reach,
-            self.bf16,
         )
 
     def train(
