@@ -53,9 +53,9 @@ def _widened(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, share
     """The same for 16-bit numbers, in fp32, some rows at a time: scores rounded to 16 bits would nearly double the error of
     a whole pass, and small products of bf16 are slower."""
     rows = max(1, _WIDENED // keys[0].numel())
-    masks = mask.split(rows) if mask is not None else [None] * -(-len(q) // rows)
-    parts = (
-        attend(*(part.float() for part in some), seen, shared).to(q.dtype)
-        for *some, seen in zip(q.split(rows), keys.split(rows), values.split(rows), masks, strict=True)
-    )
-    return torch.cat(list(parts))
+    parts = []
+    for first in range(0, len(q), rows):
+        some = slice(first, first + rows)
+        seen = None if mask is None else mask[some]
+        parts.append(attend(q[some].float(), keys[some].float(), values[some].float(), seen, shared).to(q.dtype))
+    return torch.cat(parts)

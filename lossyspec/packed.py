@@ -1,4 +1,5 @@
-"""torch's products of activations with packed int8 and int4 weights, by device.
+"""torch's products of activations with packed int8 and int4 weights, by device: activations in bf16, but for large int8
+matrices on x86 CPUs (`digits`).
 
 On a GPU: `_weight_int8pack_mm` reads activations and scales in fp32 (aten/src/ATen/native/cuda/int8mm.cu);
 `_weight_int4pack_mm` wants bf16, outputs in 8s, inputs in whole tiles, and compute capability 8.0 (int4mm.cu).
@@ -7,13 +8,17 @@ On a GPU: `_weight_int8pack_mm` reads activations and scales in fp32 (aten/src/A
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import digits
 from .hardware import packed_problem
 
+#: numbers of a matrix from which on integer products are faster: output rows
+_LARGE = 1 << 22
 #: inputs of an int4 group
 GROUP = 32
 _CPU_TILES = 2
@@ -25,13 +30,16 @@ _CUDA_TILES = (8, 4, 2)
 class Kernels:
     """Of one kind of device. outputs4: int4 matrices have them in so many.
 
-    pack4: numbers 0 .. 15 (out, in) int32 -> as `times4` wants them. times4, times8: x (n, in) in bf16, packed weights and
-    their scales -> (n, out). scales8: the dtype of the scales of `times8`."""
+    pack4: numbers 0 .. 15 (out, in) int32 -> as `times4` wants them. times4, times8: x (n, in), packed weights and their
+    scales -> (n, out). pack8: int8 (out, in) and scales (out,) -> as `times8` wants them; unpack8: int8 again. scales8: the
+    dtype of the scales of `times8`."""
 
     outputs4: int
     pack4: Callable[[Tensor], Tensor]
     times4: Callable[[Tensor, Tensor, Tensor], Tensor]
-    times8: Callable[[Tensor, Tensor, Tensor], Tensor]
+    pack8: Callable[[Tensor, Tensor], Any]
+    unpack8: Callable[[Any], Tensor]
+    times8: Callable[[Tensor, Any, Tensor], Tensor]
     scales8: torch.dtype
 
 
@@ -44,7 +52,15 @@ def _times4_cpu(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def _times8_cpu(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    return torch._weight_int8pack_mm(x, weight, scales)
+    return torch._weight_int8pack_mm(x.bfloat16(), weight, scales)
+
+
+def _times8_digits(x: Tensor, packed: Any, scales: Tensor) -> Tensor:
+    return digits.times(x.float(), packed)
+
+
+def _as_it_is(weight: Tensor, scales: Tensor | None = None) -> Tensor:
+    return weight
 
 
 def _pack4_cuda(numbers: Tensor) -> Tensor:
@@ -60,16 +76,19 @@ def _times4_cuda(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 
 def _times8_cuda(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     # torch 2.9 gives fp32 for any activations, later ones their dtype: in fp32 both do
-    return torch._weight_int8pack_mm(x.float(), weight, scales)
+    return torch._weight_int8pack_mm(x.bfloat16().float(), weight, scales)
 
 
-CPU = Kernels(16, _pack4_cpu, _times4_cpu, _times8_cpu, torch.bfloat16)
-CUDA = Kernels(8, _pack4_cuda, _times4_cuda, _times8_cuda, torch.float32)
+CPU = Kernels(16, _pack4_cpu, _times4_cpu, _as_it_is, _as_it_is, _times8_cpu, torch.bfloat16)
+DIGITS = replace(CPU, pack8=digits.pack, unpack8=digits.unpack, times8=_times8_digits)
+CUDA = Kernels(8, _pack4_cuda, _times4_cuda, _as_it_is, _as_it_is, _times8_cuda, torch.float32)
 
 
-def kernels_of(device: torch.device) -> Kernels:
-    """Those of a device."""
-    return CUDA if device.type == "cuda" else CPU
+def kernels_of(matrix: Tensor) -> Kernels:
+    """Those for a matrix, by its device and size."""
+    if matrix.device.type == "cuda":
+        return CUDA
+    return DIGITS if matrix.numel() >= _LARGE and digits.available() else CPU
 
 
 def unusable(precision: str, device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""Weight-only int8 and int4: products that read packed weights and multiply activations in bf16, by torch's own kernels.
+"""Weight-only int8 and int4: products that read packed weights, by torch's own kernels.
 
 int8: one scale for each output, symmetric. int4: groups of 32 inputs with a scale and a least value, w = scale * n + least
 with n in 0 .. 15, which is how Q4_1 of GGUF stores its blocks: a model that comes from there keeps its numbers but for the
@@ -24,35 +24,35 @@ _ENDS = 12
 
 @dataclass(frozen=True)
 class Int8:
-    """weight: (out, in) int8. scales: (out,), numbers of bf16 in the dtype of the kernels."""
+    """packed: as the kernels want it. scales: (out,), numbers of bf16 in the dtype of the kernels."""
 
-    weight: Tensor
+    packed: Any
     scales: Tensor
     bias: Tensor | None
     kernels: Kernels
 
     @staticmethod
     def of(dense: Dense, kernels: Kernels | None = None) -> Int8:
-        """Rounds to the nearest step of each output's own scale. kernels: None for those of the weight's device."""
-        kernels = kernels or kernels_of(dense.weight.device)
+        """Rounds to the nearest step of each output's own scale. kernels: None for those that suit the weight."""
+        kernels = kernels or kernels_of(dense.weight)
         scales = (dense.weight.float().abs().amax(-1) / 127).clamp_min(1e-12).bfloat16()
         weight = (dense.weight.float() / scales.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
-        return Int8(weight, scales.to(kernels.scales8), dense.bias, kernels)
+        return Int8(kernels.pack8(weight, scales), scales.to(kernels.scales8), dense.bias, kernels)
 
     def dense(self) -> Tensor:
         """The weights that the product uses, fp32."""
-        return self.weight.float() * self.scales.float().unsqueeze(-1)
+        return self.kernels.unpack8(self.packed).float() * self.scales.float().unsqueeze(-1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (.., in) -> (.., out) in x's dtype."""
-        flat = x.reshape(-1, x.shape[-1]).bfloat16()
-        result = self.kernels.times8(flat, self.weight, self.scales).view(*x.shape[:-1], -1).to(x.dtype)
+        result = self.kernels.times8(x.reshape(-1, x.shape[-1]), self.packed, self.scales)
+        result = result.view(*x.shape[:-1], -1).to(x.dtype)
         return result if self.bias is None else result + self.bias
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return self.weight.nbytes + self.scales.nbytes
+        return self.kernels.unpack8(self.packed).nbytes + self.scales.nbytes
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Int4:
 
     @staticmethod
     def of(dense: Dense, kernels: Kernels | None = None) -> Int4:
-        """Rounds within each group from its least to its largest value. kernels: None for those of the weight's device.
+        """Rounds within each group from its least to its largest value. kernels: None for those that suit the weight.
 
         Raises ConfigurationError for other widths."""
         rows, width = dense.weight.shape
-        kernels = kernels or kernels_of(dense.weight.device)
+        kernels = kernels or kernels_of(dense.weight)
         if width % GROUP or rows % kernels.outputs4:
             raise ConfigurationError(
                 f"int4 needs inputs in groups of {GROUP} and outputs in {kernels.outputs4}s; a matrix is {rows} x {width}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from conftest import save_tiny, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lossyspec import digits
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.fused import Dense
 from lossyspec.loading import load
-from lossyspec.packed import CPU, CUDA, GROUP, Kernels, kernels_of, unusable
+from lossyspec.packed import CPU, CUDA, DIGITS, GROUP, Kernels, kernels_of, unusable
 from lossyspec.quantised import Int4, Int8, quantise
 from lossyspec.runner import Runner, check_rollback
 from lossyspec.settings import QUANTISED, Settings
@@ -184,7 +186,7 @@ def test_the_gpu_form_of_int8_has_the_numbers_of_the_cpu_form(dtype: torch.dtype
     want = theirs(x)
     monkeypatch.setattr(torch, "_weight_int8pack_mm", Gpu().times8)
     mine = Int8.of(whole, CUDA)
-    assert torch.equal(mine.dense(), theirs.dense()) and torch.equal(mine.weight, theirs.weight)
+    assert torch.equal(mine.dense(), theirs.dense()) and torch.equal(mine.packed, theirs.packed)
     got = mine(x)
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
@@ -201,7 +203,7 @@ def test_the_gpu_takes_outputs_in_8s_and_the_cpu_in_16s(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("precision", QUANTISED)
 def test_a_model_of_the_gpu_form_passes_the_check_at_load(precision: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    def always(device: torch.device) -> Kernels:
+    def always(matrix: Tensor) -> Kernels:
         return CUDA
 
     monkeypatch.setattr("lossyspec.quantised.kernels_of", always)
@@ -211,9 +213,26 @@ def test_a_model_of_the_gpu_form_passes_the_check_at_load(precision: Any, gpu: G
     check_rollback(model, "target", stack)
 
 
-def test_kernels_go_by_the_device() -> None:
-    assert kernels_of(torch.device("cpu")) is CPU
-    assert kernels_of(torch.device("cuda", 0)) is CUDA
+def test_kernels_go_by_device_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = torch.empty(960, 576), torch.empty(8192, 576)
+    monkeypatch.setattr("lossyspec.digits.available", lambda: True)
+    assert kernels_of(small) is CPU and kernels_of(large) is DIGITS
+    monkeypatch.setattr("lossyspec.digits.available", lambda: False)
+    assert kernels_of(large) is CPU
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0), numel=large.numel)
+    assert kernels_of(on_gpu) is CUDA
+
+
+@pytest.mark.skipif(not digits.available(), reason="this torch or CPU has no FBGEMM")
+def test_integer_products_have_the_numbers_of_the_others() -> None:
+    whole = dense(bias=True)
+    mine, theirs = Int8.of(whole, DIGITS), Int8.of(whole, CPU)
+    assert torch.equal(mine.dense(), theirs.dense()) and mine.nbytes == theirs.nbytes
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
+    assert whole.bias is not None
+    want = x @ mine.dense().T + whole.bias
+    assert float((mine(x) - want).abs().max()) < 0.1 * float((theirs(x) - want).abs().max())  # bf16 has fewer digits
+    assert mine(x).dtype == torch.float32
 
 
 def test_a_device_that_cannot_run_packed_weights_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
