@@ -24,6 +24,7 @@ from .visibility import resolve_visibility
 
 #: the first torch whose GPU build multiplies int8 weights (pytorch pull request 159325)
 _TORCH_INT8 = (2, 9)
+FP8_ON_CPU = "fp8 products need an NVIDIA GPU of compute capability 8.9 or newer"
 
 
 class HardwareInfo(BaseModel):
@@ -129,8 +130,10 @@ def supported_precisions(info: HardwareInfo, torch_version: str | None = None) -
     reasons: dict[Precision, str | None] = dict.fromkeys(PRECISIONS)
     gpu = used_gpu(info)
     if gpu is None:
+        reasons["fp8"] = FP8_ON_CPU
         if not {"avx2", "avx512"} & set(info.cpu.isa):
-            reasons.update(dict.fromkeys(QUANTISED, "torch has no fast kernel for packed weights on this CPU"))
+            packed = [name for name in QUANTISED if name != "fp8"]
+            reasons.update(dict.fromkeys(packed, "torch has no fast kernel for packed weights on this CPU"))
         return reasons
     reasons.update({name: packed_problem(name, gpu.name, gpu.compute_capability, torch_version) for name in QUANTISED})
     if gpu.compute_capability is None:
@@ -141,16 +144,18 @@ def supported_precisions(info: HardwareInfo, torch_version: str | None = None) -
 
 
 def packed_problem(precision: str, gpu: str, capability: str | None, torch_version: str | None) -> str | None:
-    """Why a GPU cannot run a precision of packed weights; None: it can. Each of them has its output rows in int8."""
+    """Why a GPU cannot run a quantised precision; None: it can. All but fp8 have their output rows in int8."""
     least = ".".join(map(str, _TORCH_INT8))
-    if torch_version is not None and _numbers(torch_version) < _TORCH_INT8:
+    if precision != "fp8" and torch_version is not None and _numbers(torch_version) < _TORCH_INT8:
         return f"torch {torch_version} multiplies int8 weights on CPUs only; on GPUs they need torch {least} or newer"
     if precision == "int8":
         return None
+    kind, needed = ("fp8", (8, 9)) if precision == "fp8" else ("int4", (8, 0))
+    least = ".".join(map(str, needed))
     if capability is None:
-        return f"the compute capability of {gpu} could not be read, and int4 needs 8.0 or newer"
-    if _numbers(capability) < (8, 0):
-        return f"{gpu} has compute capability {capability}, and int4 needs 8.0 or newer"
+        return f"the compute capability of {gpu} could not be read, and {kind} needs {least} or newer"
+    if _numbers(capability) < needed:
+        return f"{gpu} has compute capability {capability}, and {kind} needs {least} or newer"
     return None
 
 

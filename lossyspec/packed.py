@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import digits
-from .hardware import packed_problem
+from .hardware import FP8_ON_CPU, packed_problem
 
 #: numbers of a matrix from which on integer products are faster: output rows
 _LARGE = 1 << 22
@@ -94,7 +94,7 @@ def kernels_of(matrix: Tensor) -> Kernels:
 def unusable(precision: str, device: torch.device) -> str | None:
     """Why a device cannot run packed weights; None: it can."""
     if device.type == "cpu":
-        return None
+        return FP8_ON_CPU if precision == "fp8" else None
     if device.type != "cuda":
         return f"packed weights run on CPUs and NVIDIA GPUs, not on {device}"
     major, minor = torch.cuda.get_device_capability(device)

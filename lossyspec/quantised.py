@@ -1,9 +1,10 @@
-"""Weight-only int8 and int4: products that read packed weights, by torch's own kernels.
+"""int8 and int4 weights and fp8 products, by torch's own kernels.
 
 int8: one scale for each output, symmetric. int4: groups of 32 inputs with a scale and a least value, w = scale * n + least
 with n in 0 .. 15, which is how Q4_1 of GGUF stores its blocks: a model that comes from there keeps its numbers but for the
 rounding of the scales to bf16. int4-int8: int4, and int8 for the first and last layers. The output rows, and an embedding
-that is tied to them, are int8 in all three.
+that is tied to them, are int8 in all three. fp8: one scale for each output and for each token, both factors of a product in
+e4m3; the output rows stay as they are.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigurationError
-from .fused import Dense, FusedStack, dense, fuse
+from .fused import Dense, FusedStack, RootMeanSquare, dense, fuse
 from .packed import GROUP, Kernels, kernels_of
 
+#: cuBLAS takes matrices of fp8 in so many rows and columns
+_FP8_TILE = 16
 #: int4-int8 keeps one of so many layers at each end in int8: what comes first and last loses most by rounding
 _ENDS = 12
+_MATRICES = ("qkv", "out", "gate_up", "down")
+_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,50 @@ class Int4:
         return self.packed.nbytes + self.scales.nbytes
 
 
+@dataclass(frozen=True)
+class Fp8:
+    """weight: (out, in) e4m3. scales: (out,) fp32.
+
+    Tokens are scaled here, not by the product: scales by row are not on all devices that have fp8, one for all is
+    (pytorch/pytorch issues 133334 and 192707)."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    one: Tensor
+
+    @staticmethod
+    def of(dense: Dense) -> Fp8:
+        """Rounds under each output's own scale. Raises ConfigurationError for other widths."""
+        rows, width = dense.weight.shape
+        if width % _FP8_TILE or rows % _FP8_TILE:
+            raise ConfigurationError(f"fp8 needs inputs and outputs in {_FP8_TILE}s; a matrix is {rows} x {width}")
+        weight, scales = _e4m3(dense.weight.float())
+        return Fp8(weight, scales[:, 0], dense.bias, scales.new_ones(()))
+
+    def dense(self) -> Tensor:
+        """The weights that the product uses, fp32."""
+        return self.weight.float() * self.scales.unsqueeze(-1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (.., in) -> (.., out) in x's dtype."""
+        tokens, scales = _e4m3(x.reshape(-1, x.shape[-1]).float())
+        result = torch._scaled_mm(tokens, self.weight.T, scale_a=self.one, scale_b=self.one, out_dtype=torch.float32)
+        result = (result * scales * self.scales).view(*x.shape[:-1], -1).to(x.dtype)
+        return result if self.bias is None else result + self.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.weight.nbytes + self.scales.nbytes
+
+
+def _e4m3(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (n, width) in e4m3, and the scale of each, (n, 1)."""
+    scales = (rows.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-12)
+    return (rows / scales).to(torch.float8_e4m3fn), scales
+
+
 def quantise(model: Any, precision: str) -> FusedStack:
     """The fused stack of a dense fp32 model with its matrices in int8 or int4. The model's own weights become the rounded
     ones, so that its forward is the stack's reference until `release`.
@@ -117,14 +166,33 @@ def quantise(model: Any, precision: str) -> FusedStack:
         )
     count, ends = len(stack.layers), max(1, len(stack.layers) // _ENDS)
     for index, layer in enumerate(stack.layers):
-        at_end = min(index, count - 1 - index) < ends
-        kind = Int8 if precision == "int8" or (precision == "int4-int8" and at_end) else Int4
-        parts = {name: _rounded(kind, getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+        low = precision == "int4" or (precision == "int4-int8" and min(index, count - 1 - index) >= ends)
+        form: type[Any] = Fp8 if precision == "fp8" else Int4 if low else Int8
+        parts = {name: _rounded(form, getattr(layer, name)) for name in _MATRICES}
         # the products take bf16: the norms before them give it, and what is between gate_up and down stays in it
         norms = {name: replace(getattr(layer, name), narrow=True) for name in ("before_attention", "before_mlp")}
         stack.layers[index] = replace(layer, **parts, **norms)
-    stack.head = _rounded(Int8, dense([model.get_output_embeddings()]))
+    if precision != "fp8":
+        stack.head = _rounded(Int8, dense([model.get_output_embeddings()]))
     return stack
+
+
+def narrow(model: Any, stack: FusedStack) -> None:
+    """Makes all that is not quantised bf16: the stream, the cache, norms, embedding and dense output rows. For devices that
+    are slow at fp32; a CPU keeps its fp32 stream."""
+    for part in model.parameters():
+        part.data = part.data.bfloat16()
+    stack.norm = _narrow(stack.norm)
+    for index, layer in enumerate(stack.layers):
+        parts = {name: _narrow(getattr(layer, name)) for name in (*_MATRICES, *_NORMS)}
+        weights = None if layer.head_weights is None else layer.head_weights.bfloat16()
+        stack.layers[index] = replace(layer, **parts, head_weights=weights)
+
+
+def _narrow(part: Any) -> Any:
+    if isinstance(part, RootMeanSquare):
+        return replace(part, weight=part.weight.bfloat16(), narrow=False)
+    return part if part is None or part.bias is None else replace(part, bias=part.bias.bfloat16())
 
 
 def _rounded(kind: type[Any], whole: Any) -> Any:
@@ -139,10 +207,7 @@ def release(model: Any, stack: FusedStack) -> None:
         for module in layer.modules():
             if type(module) is torch.nn.Linear:
                 module.weight.data = module.weight.data.new_empty(0)
-    stack.layers = [
-        replace(layer, **{name: _packed(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")})
-        for layer in stack.layers
-    ]
+    stack.layers = [replace(layer, **{name: _packed(getattr(layer, name)) for name in _MATRICES}) for layer in stack.layers]
 
 
 def _packed(part: Any) -> Any:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .errors import ConfigurationError, nearest
 
 Rule = Literal["exact", "mixture", "optimal", "priced", "lenience", "typical", "fuzzy"]
-Precision = Literal["fp32", "bf16", "fp16", "int8", "int4-int8", "int4"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4-int8", "int4"]
 Source = Literal["draft", "ngram", "mixed"]
 Boundary = Literal["sentence", "paragraph", "list", "line"]
 AttentionSide = Literal["draft", "verify"]
@@ -20,8 +20,8 @@ Passes = Literal["inductor", "tensorrt", "graphs", "eager"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-#: precisions of the weights alone, whose products are bf16
-QUANTISED: tuple[Precision, ...] = ("int8", "int4-int8", "int4")
+#: precisions of the layers' matrices, beside which the stream and the cache are wider
+QUANTISED: tuple[Precision, ...] = ("fp8", "int8", "int4-int8", "int4")
 SOURCES: tuple[Source, ...] = get_args(Source)
 COMPILES: tuple[Compile, ...] = get_args(Compile)
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
@@ -31,8 +31,8 @@ MAX_DRAFT_LENGTH = 16
 #: tokens of a block of sparse attention; 0 is dense
 BLOCKS = (8, 16, 32, 64, 128)
 #: bytes of a weight (an int4 group has 4 bytes of scales; int4-int8 is int8 at both ends), and of a number of the cache
-WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4-int8": 0.7, "int4": 0.625}
-CACHE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4, "int4-int8": 4, "int4": 4}
+WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4-int8": 0.7, "int4": 0.625}
+CACHE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "int8": 4, "int4-int8": 4, "int4": 4}
 
 
 class Model(BaseModel):

@@ -154,9 +154,9 @@ def test_help_of_the_program_names_its_exit_codes_and_commands(cli: Cli) -> None
         (("--task", "dialog"), "task is 'dialog'; allowed: dialogue, multiturn, .*Did you mean 'dialogue'"),
         (
             ("--precision", "fp23"),
-            "precision is 'fp23'; allowed: fp32, bf16, fp16, int8, int4-int8, int4. Did",
+            "precision is 'fp23'; allowed: fp32, bf16, fp16, fp8, int8, int4-int8, int4. Did",
         ),
-        (("--precision", "int2"), "precision is 'int2'; allowed: fp32, bf16, fp16, int8, int4-int8, int4"),
+        (("--precision", "int2"), "precision is 'int2'; allowed: fp32, bf16, fp16, fp8, int8, int4-int8, int4"),
         (("--precision", ""), "precision is an empty list; allowed: auto, or some of fp32, bf16, fp16"),
         (("--precision", ","), "precision is an empty list"),
         (("--compile", "inducktor"), "compile is 'inducktor'; allowed: off, inductor, tensorrt. Did you mean 'inductor'?"),

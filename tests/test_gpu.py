@@ -14,7 +14,8 @@ from lossyspec.decoder import Decoder
 from lossyspec.fused import Dense
 from lossyspec.hardware import detect_hardware, used_gpu
 from lossyspec.loading import LoadedModel, load
-from lossyspec.quantised import Int4, Int8
+from lossyspec.packed import unusable
+from lossyspec.quantised import Fp8, Int4, Int8
 from lossyspec.runner import Runner
 from lossyspec.settings import QUANTISED, Settings
 
@@ -90,9 +91,22 @@ def test_packed_products_on_the_gpu_are_those_of_their_numbers(kind: type[Any], 
         torch.testing.assert_close(part(x.cuda()).cpu(), want, rtol=0.02, atol=0.02)
 
 
+def test_fp8_products_on_the_gpu_are_those_of_their_numbers() -> None:
+    if (reason := unusable("fp8", torch.device("cuda"))) is not None:
+        pytest.skip(reason)
+    weight = 0.1 * torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    part, theirs = Fp8.of(Dense(weight.cuda(), None)), Fp8.of(Dense(weight, None))
+    for rows in (1, 5, 70):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(part(x.cuda()).cpu(), theirs(x), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("precision", QUANTISED)
 def test_quantised_models_load_on_the_gpu_and_are_lossless_against_themselves(precision: Any, tmp_path: Path) -> None:
+    if (reason := unusable(precision, torch.device("cuda"))) is not None:
+        pytest.skip(reason)
     decoder = Decoder(load(str(save_tiny(tmp_path / "model", "qwen3")), precision))
+    assert decoder.target.model.dtype == torch.bfloat16
     plain = decoder.generate_ids(PROMPTS, 24, settings=Settings(draft_length=0), temperature=0.0)
     drafted = decoder.generate_ids(PROMPTS, 24, settings=Settings(draft_length=4), temperature=0.0)
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]

@@ -459,6 +459,7 @@ def test_Q7_bf16_needs_compute_capability_8() -> None:
         "fp32": None,
         "fp16": None,
         "bf16": "t4-16gb has compute capability 7.5, and bf16 needs 8.0 or newer",
+        "fp8": "t4-16gb has compute capability 7.5, and fp8 needs 8.9 or newer",
         "int8": None,
         "int4-int8": "t4-16gb has compute capability 7.5, and int4 needs 8.0 or newer",
         "int4": "t4-16gb has compute capability 7.5, and int4 needs 8.0 or newer",
@@ -468,7 +469,7 @@ def test_Q7_bf16_needs_compute_capability_8() -> None:
     require_precision(old, "fp16")
     assert set(supported_precisions(detect(H100)).values()) == {None}
     older = supported_precisions(detect(H100), "2.8.0+cu128")
-    assert {name for name, why in older.items() if why is None} == {"fp32", "bf16", "fp16"}
+    assert {name for name, why in older.items() if why is None} == {"fp32", "bf16", "fp16", "fp8"}
     assert older["int4"] == "torch 2.8.0+cu128 multiplies int8 weights on CPUs only; on GPUs they need torch 2.9 or newer"
     assert set(supported_precisions(detect(H100), "2.13.0+cu130").values()) == {None}
     plain = detect(T4, env={"CUDA_VISIBLE_DEVICES": ""})  # the CPU
@@ -476,8 +477,14 @@ def test_Q7_bf16_needs_compute_capability_8() -> None:
         known = supported_precisions(plain.model_copy(update={"cpu": plain.cpu.model_copy(update={"isa": isa})}))
         assert [known["int8"] is None, known["int4"] is None] == [kernels] * 2
         assert known["fp32"] is known["bf16"] is known["fp16"] is None
+        assert known["fp8"] == "fp8 products need an NVIDIA GPU of compute capability 8.9 or newer"
     unknown = supported_precisions(detect({**H100, "capability": NOT_SUPPORTED}))
-    assert [name for name, why in unknown.items() if "could not be read" in str(why)] == ["bf16", "int4-int8", "int4"]
+    assert [name for name, why in unknown.items() if "could not be read" in str(why)] == [
+        "bf16",
+        "fp8",
+        "int4-int8",
+        "int4",
+    ]
     with pytest.raises(LossyspecError, match=r"Did you mean 'bf16'"):
         require_precision(old, "bf17")
 

@@ -238,7 +238,7 @@ def test_the_identity_follows_the_weights_and_the_configuration_and_not_the_plac
 
 
 def test_a_precision_that_is_not_known_is_named(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="precision is 'int2'; allowed: fp32, bf16, fp16, int8, int4-int8, int4"):
+    with pytest.raises(ConfigurationError, match="'int2'; allowed: fp32, bf16, fp16, fp8, int8, int4-int8, int4"):
         load(str(folder), "int2")  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_tiny, tiny_config, tiny_model
+from test_decoding import lively_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,9 +17,10 @@ from lossyspec import digits
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError
 from lossyspec.fused import Dense
+from lossyspec.likeness import apart, tolerance
 from lossyspec.loading import load
 from lossyspec.packed import CPU, CUDA, DIGITS, GROUP, Kernels, kernels_of, unusable
-from lossyspec.quantised import Int4, Int8, quantise
+from lossyspec.quantised import Fp8, Int4, Int8, narrow, quantise, release
 from lossyspec.runner import Runner, check_rollback
 from lossyspec.settings import QUANTISED, Settings
 
@@ -91,8 +93,9 @@ def test_int4_refuses_widths_that_it_cannot_group() -> None:
 @pytest.mark.parametrize("precision", QUANTISED)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_a_quantised_model_is_loaded_checked_freed_and_stays_lossless_against_itself(
-    architecture: str, precision: Any, tmp_path: Path
+    architecture: str, precision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lossyspec.loading.unusable", lambda precision, device: None)  # torch has fp8 on CPUs, slowly
     folder = save_tiny(tmp_path / "model", architecture)
     loaded, whole = load(str(folder), precision), load(str(folder), "fp32")
     assert loaded.stack is not None and loaded.weights == whole.weights > 0
@@ -109,6 +112,52 @@ def test_a_quantised_model_is_loaded_checked_freed_and_stays_lossless_against_it
         logits.append(runner.logits(torch.tensor([PROMPTS[0]]), [0]).softmax(-1))
     distance = float(0.5 * (logits[0] - logits[1]).abs().sum(-1).mean())
     assert 0 < distance < 0.2
+
+
+def test_fp8_rounds_weights_and_tokens_each_by_its_own_scale_and_nothing_else() -> None:
+    whole = dense(bias=True)
+    part, x = Fp8.of(whole), torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
+    x[0, 0] *= 1e4
+    x[1, 2] *= 1e-4
+    assert part.nbytes == 48 * 64 + 48 * 4 and whole.bias is not None
+    step = whole.weight.abs().amax(-1, keepdim=True) / 448
+    error = (part.dense() - whole.weight).abs()
+    assert bool((error <= whole.weight.abs() / 16 + step * 2**-9).all())  # half of the last of 3 bits, or a subnormal's
+    scales = x.abs().amax(-1, keepdim=True) / 448
+    rounded = (x / scales).to(torch.float8_e4m3fn).float() * scales
+    torch.testing.assert_close(part(x), rounded @ part.dense().T + whole.bias, rtol=1e-4, atol=1e-5)
+    assert torch.equal(part(torch.zeros(1, 64)), whole.bias[None])
+    for row in (0, 1):  # a token is the same in any company
+        assert torch.equal(part(x)[row, 1], part(x[row, 1]))
+
+
+def test_fp8_refuses_widths_that_it_cannot_tile() -> None:
+    for rows, width in ((48, 40), (20, 64)):
+        with pytest.raises(ConfigurationError, match=f"fp8 needs inputs and outputs in 16s; a matrix is {rows} x {width}"):
+            Fp8.of(dense(rows, width))
+
+
+def test_fp8_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"precision fp8 cannot be used: .* compute capability 8\.9"):
+        load(str(save_tiny(tmp_path / "model", "llama")), "fp8")
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_a_narrow_stream_is_bf16_throughout_and_near_the_wide_one(architecture: str, precision: Any) -> None:
+    model = lively_model(architecture)
+    stack = quantise(model, precision)
+    wide = Runner(model, stack=stack)
+    wide.start([[5]], 16)
+    want = wide.logits(torch.tensor([PROMPTS[0]]), [0])
+    release(model, stack)
+    narrow(model, stack)
+    runner = Runner(model, stack=stack)
+    runner.start([[5]], 16)
+    got = runner.logits(torch.tensor([PROMPTS[0]]), [0])
+    assert runner.features is not None and runner.features.dtype == runner.cache.layers[0].keys.dtype == torch.bfloat16
+    assert {part.dtype for part in model.parameters()} == {torch.bfloat16}
+    assert 0 < apart(got, want) <= tolerance(torch.bfloat16)
 
 
 def test_int4_int8_keeps_the_ends_in_int8() -> None:
@@ -201,7 +250,7 @@ def test_the_gpu_takes_outputs_in_8s_and_the_cpu_in_16s(gpu: Gpu) -> None:
         Int4.of(dense(48, 40), CUDA)
 
 
-@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("precision", [name for name in QUANTISED if name != "fp8"])
 def test_a_model_of_the_gpu_form_passes_the_check_at_load(precision: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def always(matrix: Tensor) -> Kernels:
         return CUDA

@@ -169,7 +169,8 @@ def test_precisions_are_the_known_ones() -> None:
     for name in PRECISIONS:
         assert make_settings(precision={"target": name, "draft": name}).precision.draft == name
     with pytest.raises(
-        ConfigurationError, match=r"precision\.target is 'int2': .*'fp32', 'bf16', 'fp16', 'int8', 'int4-int8' or 'int4'"
+        ConfigurationError,
+        match=r"target is 'int2': .*'fp32', 'bf16', 'fp16', 'fp8', 'int8', 'int4-int8' or 'int4'",
     ):
         make_settings(precision={"target": "int2"})
 

@@ -90,12 +90,13 @@ class ModelPool:
                 continue
             own = precision or settings.precision.target
             if isinstance(model, LoadedHead):  # in the format of the target's activations; int8 beside packed weights
-                total += (1 if own in QUANTISED else CACHE_BYTES[own]) * sum(
-                    part.numel() for part in model.head.parameters()
-                )
+                held = 1 if own in QUANTISED else CACHE_BYTES[own]
+                total += held * sum(part.numel() for part in model.head.parameters())
             else:
                 total += WEIGHT_BYTES[own] * model.weights
-                total += CACHE_BYTES[own] * batch * context * numbers_per_token(model.model.config)
+                on_gpu = model.model.device.type == "cuda"  # where nothing beside packed weights is fp32
+                held = 2 if on_gpu and own in QUANTISED else CACHE_BYTES[own]
+                total += held * batch * context * numbers_per_token(model.model.config)
         return round(total)
 
     def run_settings(
