@@ -159,19 +159,19 @@ def typical_threshold(target: Tensor, alpha: Tensor) -> Tensor:
     return torch.minimum(strict * strict, strict * torch.exp(-entropy(target)))
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """min(1, n/d), with 0/d = 0 and n/0 = 1 for n > 0."""
+def capped_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """min(1, n/d), with 0/d = 0 and n/0 = 1 for n > 0: a(x) of `exact` at n = p(x), d = q(x)."""
     return torch.where(numerator >= denominator, (numerator > 0).to(numerator.dtype), numerator / denominator)
 
 
 def _exact(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
     one = torch.ones_like(alpha)
-    return Verification(_ratio(target, draft), one, one)
+    return Verification(capped_ratio(target, draft), one, one)
 
 
 def _mixture(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
     share = alpha.unsqueeze(-1)
-    accept = torch.where(target > 0, _ratio((1 - share) * target + share * draft, draft), 0.0)
+    accept = torch.where(target > 0, capped_ratio((1 - share) * target + share * draft, draft), 0.0)
     one = torch.ones_like(alpha)
     return Verification(accept, one, one)
 
@@ -179,7 +179,7 @@ def _mixture(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
 def _clipped(target: Tensor, draft: Tensor, bounds: tuple[Tensor, Tensor]) -> Verification:
     factor, floor = bounds
     factor = factor.clamp_max(torch.finfo(factor.dtype).max)  # q/p of a subnormal p overflows, and 0 * inf is NaN
-    return Verification(_ratio(target * factor.unsqueeze(-1), draft), floor, torch.ones_like(floor))
+    return Verification(capped_ratio(target * factor.unsqueeze(-1), draft), floor, torch.ones_like(floor))
 
 
 def _optimal(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
@@ -192,7 +192,7 @@ def _priced(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
 
 def _lenience(target: Tensor, draft: Tensor, alpha: Tensor) -> Verification:
     one = torch.ones_like(alpha)
-    return Verification(_ratio(target, (1 - alpha).unsqueeze(-1) * draft), one, one)
+    return Verification(capped_ratio(target, (1 - alpha).unsqueeze(-1) * draft), one, one)
 
 
 def _baseline(accepts: Tensor, target: Tensor, draft: Tensor, fallback_exact: bool) -> Verification:
@@ -200,7 +200,7 @@ def _baseline(accepts: Tensor, target: Tensor, draft: Tensor, fallback_exact: bo
     one = torch.ones_like(accepts[..., 0], dtype=target.dtype)
     yes = (accepts & (target > 0)).to(target.dtype)
     if fallback_exact:
-        return Verification(torch.maximum(yes, _ratio(target, draft)), one, one)
+        return Verification(torch.maximum(yes, capped_ratio(target, draft)), one, one)
     return Verification(yes, one, torch.zeros_like(one))
 
 
@@ -288,9 +288,9 @@ def accept_one_hot(rule: str, target_probability: Tensor, target_entropy: Tensor
         drop = 1 - kappa
         root = (drop * drop + 4 * p * kappa).sqrt()
         lo = torch.where(drop >= 0, 0.5 * (drop + root), 2 * p * kappa / (root - drop).clamp_min(1e-30))
-        accept = _ratio(p, lo)
+        accept = capped_ratio(p, lo)
     elif rule == "lenience":
-        accept = _ratio(p, 1 - alpha)
+        accept = capped_ratio(p, 1 - alpha)
     elif rule == "typical":
         if target_entropy is None:
             raise ValueError("the typical rule needs target_entropy")

@@ -11,6 +11,7 @@ from torch import Tensor
 from .acceptance import (
     Verification,
     accept_one_hot,
+    capped_ratio,
     entropy,
     greedy_accept,
     relaxed_variation,
@@ -45,18 +46,35 @@ def _compact(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
     return torch.cat([inside, outside.unsqueeze(-1)], -1), torch.nn.functional.pad(proposal.q, (0, 1))
 
 
+def _place(proposal: Proposal) -> Tensor:
+    """Where q holds the drafted tokens."""
+    if proposal.support is None:
+        return proposal.tokens
+    return torch.searchsorted(proposal.support, proposal.tokens.contiguous())  # a slice when theta cut all rows short
+
+
+def _at(laws: Tensor, tokens: Tensor) -> Tensor:
+    """(batch, width) of laws (batch, width, V)."""
+    return laws.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
 def _sampled(p: Tensor, proposal: Proposal, rule: str, alpha: Tensor) -> tuple[Tensor, Tensor, Verification]:
     """a(x) at each drafted token, TV(pi, p) there, and the rule's answer, for a draft that sampled from q."""
     assert proposal.q is not None
+    if rule == "exact":  # which looks at the drafted tokens alone
+        place = _place(proposal)
+        chance = capped_ratio(_at(p, proposal.tokens), _at(proposal.q, place))
+        one = torch.ones_like(chance)
+        return chance, torch.zeros_like(chance), Verification(chance, one, one)
     if rule == "typical":
         proposal = proposal.on_all(p.shape[-1])
     assert proposal.q is not None
     target, draft, place = p, proposal.q, proposal.tokens
     if proposal.support is not None:
         target, draft = _compact(p, proposal)
-        place = torch.searchsorted(proposal.support, proposal.tokens.contiguous())  # a slice when theta cut all rows short
+        place = _place(proposal)
     verification = verify(rule, target, draft, alpha)
-    chance = verification.accept.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+    chance = _at(verification.accept, place)
     return chance, relaxed_variation(rule, target, draft, verification), verification
 
 
@@ -83,9 +101,9 @@ def judge(
 ) -> Verdict:
     """The verdict of a round.
 
-    p: (batch, width + 1, V) of the target. alpha: (batch, width). uniforms: (batch, width + 1), each its own number;
-    the last column draws the token after the accepted ones. greedy: of all rows, or of each. The accepted count never
-    passes `proposal.lengths`.
+    p: (batch, width + 1, V) of the target. alpha: (batch, width), at most that of the settings. uniforms:
+    (batch, width + 1), each its own number; the last column draws the token after the accepted ones. greedy: of all rows,
+    or of each. The accepted count never passes `proposal.lengths`.
     """
     if isinstance(greedy, bool):
         return _judge(p, proposal, settings, alpha, uniforms, greedy)
@@ -115,12 +133,11 @@ def _judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uni
         kept = greedy_accept(drafted, proposal.tokens, alpha if settings.rule != "exact" else torch.zeros_like(alpha))
         variation = (kept & (proposal.tokens != drafted.argmax(-1))).to(p.dtype)  # both laws are one token
     elif proposal.q is None:
-        chosen = drafted.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1)
-        typical = settings.rule == "typical"
+        chosen, typical = _at(drafted, proposal.tokens), settings.rule == "typical"
         chance = accept_one_hot(settings.rule, chosen, entropy(drafted) if typical else None, alpha)
         variation = torch.where(alpha > 0, chance * (1 - chosen), 0.0) if typical else chance - chosen
     else:
-        chance, variation, verification = _sampled(drafted, proposal, settings.rule, alpha)
+        chance, variation, verification = _sampled(drafted, proposal, settings.rule if settings.relaxed else "exact", alpha)
     if not greedy:
         kept = uniforms[:, :width] < chance
     accepted = (kept & inside).long().cumprod(-1).sum(-1)

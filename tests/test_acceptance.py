@@ -178,7 +178,9 @@ def test_a_verdict_carries_the_variation_of_its_law(rule: str, pair: Pair, place
     laws, alphas = p.expand(2, 2, -1), torch.stack([alpha, torch.zeros(())])[:, None]
     for dense in (True, False):
         proposal = Proposal(token.expand(2, 1), [1, 1], q.expand(2, 1, -1) if dense else None, 1)
-        verdict = judge(laws, proposal, Settings(rule=rule), alphas, torch.full((2, 2), 0.5), greedy=False)
+        verdict = judge(
+            laws, proposal, Settings(rule=rule, alpha=float(alpha)), alphas, torch.full((2, 2), 0.5), greedy=False
+        )
         law, target, share = (q, p, alpha)
         if not dense:  # in fp64: the closed form has no factor that overflows for a subnormal p
             law, target, share = torch.nn.functional.one_hot(token[0, 0], len(p)).double(), p.double(), pair.alpha
