@@ -12,7 +12,7 @@ from .assemble import GroupReport, Report, RunReport
 from .capacity import ASSUMPTIONS
 from .compare import ABSENT
 from .html_run import run_head, run_sections
-from .load import model_name
+from .load import pair_name
 from .page import Drawing, bullets, frame, gallery, section, table
 from .predict import Roofline
 from .prices import cost_per_million, origin_text
@@ -35,9 +35,7 @@ def render_page(
     first = report.runs[0]
     title = f"{first.summary.task} on {first.label}" if one else _title(report)
     created = ", ".join(dict.fromkeys(item.run.manifest.created for item in report.runs))
-    pairs = dict.fromkeys(
-        f"{model_name(item.run.manifest.target)} with {model_name(item.run.manifest.draft)}" for item in report.runs
-    )
+    pairs = dict.fromkeys(pair_name(item.run.manifest.target, item.run.manifest.draft) for item in report.runs)
     body = [
         f"<header><h1>{escape(title)}</h1>",
         f'<p class="faint">{escape("; ".join(pairs))} · <span>{escape(created)}</span></p></header>',

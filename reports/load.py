@@ -121,6 +121,15 @@ def model_name(model: dict[str, Any]) -> str:
     return _first_text(model, ()) or "unknown model"
 
 
+def pair_name(target: dict[str, Any], draft: dict[str, Any], paths: bool = True) -> str:
+    """Names of a target and its draft in one phrase. paths: False leaves the folders out of them."""
+    names = [model_name(model) for model in (target, draft)]
+    if not paths:
+        names = [name.rstrip("/").rpartition("/")[2] for name in names]
+    own = names[0] == names[1] and target.get("weights_sha256") != draft.get("weights_sha256")
+    return f"{names[0]} with {'a head of its own' if own else names[1]}"
+
+
 def _first_text(data: dict[str, Any], nested: tuple[str, ...]) -> str | None:
     """The first text under a naming key, here or inside the `nested` keys."""
     for key in ("name", "id", "model", "path", "kind"):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from lossyspec.records import FrontPoint, TrialRecord
 
-from .load import Counts, Run, machine_name, model_name
+from .load import Counts, Run, machine_name, pair_name
 from .speeds import noise_band
 
 Interval = tuple[float, float]
@@ -136,11 +136,11 @@ def pareto_info(run: Run) -> ParetoInfo:
     tried = [trial for trial in run.trials if trial.state != "failed"]
     searched = _searched(tried)
     manifest = run.manifest
-    target, draft = (model_name(model).rstrip("/").rpartition("/")[2] for model in (manifest.target, manifest.draft))
+    pair = pair_name(manifest.target, manifest.draft, paths=False)
     temperature = f"temperature {manifest.sampling.temperature:g}"
     return ParetoInfo(
         title=f"{manifest.task}: speed-up against loss",
-        subtitle=f"{target} with {draft}, {temperature}, on {machine_name(manifest.hardware)}",
+        subtitle=f"{pair}, {temperature}, on {machine_name(manifest.hardware)}",
         x_label="Loss: exact perplexity over the target's, held-out text",
         y_label="Speed-up over the fastest plain decoding",
         confirmed=confirmed,

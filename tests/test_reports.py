@@ -41,7 +41,7 @@ from lossyspec.records import (
 )
 from lossyspec.reports.build import build_report
 from lossyspec.reports.canvas import figure_svg
-from lossyspec.reports.load import load_run
+from lossyspec.reports.load import load_run, pair_name
 from lossyspec.reports.pareto import (
     ParetoInfo,
     SearchedPoint,
@@ -292,6 +292,14 @@ def test_non_dominated_on_many_random_points_and_nan() -> None:
     assert non_dominated(points) == brute_force(points)
     assert non_dominated([]) == []
     assert non_dominated([(math.nan, 1.0), (1.0, math.nan), (1.0, 1.0), (1.0, 1.0)]) == [False, False, True, True]
+
+
+def test_a_pair_is_named_in_one_phrase() -> None:
+    target, head = {"id": "models/a", "weights_sha256": "1"}, {"id": "models/a", "weights_sha256": "2"}
+    assert pair_name(target, {"id": "models/b"}) == "models/a with models/b"
+    assert pair_name(target, {"id": "models/b"}, paths=False) == "a with b"
+    assert pair_name(target, head) == "models/a with a head of its own"
+    assert pair_name(target, target, paths=False) == "a with a"  # the model drafts for itself
 
 
 def test_info_holds_the_confirmed_points(tmp_path: Path) -> None:
