@@ -165,16 +165,18 @@ def test_each_part_of_a_run_rolls_out_one_step_more() -> None:
     assert rolled_out(Recipe(steps=1, depths=1), 1) == 1
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
-def test_muons_updates_are_near_orthogonal_and_of_adams_size(shape: tuple[int, int]) -> None:
+def test_muons_updates_are_near_orthogonal_and_of_adams_size(shape: tuple[int, int], bf16: bool) -> None:
     torch.manual_seed(0)
     matrix = torch.nn.Parameter(torch.zeros(shape))
     matrix.grad = torch.randn(shape)
-    values = torch.linalg.svdvals(orthogonalised(matrix.grad))
+    found = orthogonalised(matrix.grad, bf16)
+    values = torch.linalg.svdvals(found)
     assert bool((values > 0.5).all() and (values < 1.5).all())
     u, s, vt = torch.linalg.svd(matrix.grad, full_matrices=False)
-    assert float((orthogonalised(matrix.grad) * (u @ vt)).sum() / s.numel()) > 0.8  # in the gradient's own directions
-    Muon([matrix], rate=0.1, weight_decay=0.0).step()
+    assert float((found * (u @ vt)).sum() / s.numel()) > 0.8  # in the gradient's own directions
+    Muon([matrix], rate=0.1, weight_decay=0.0, bf16=bf16).step()
     assert float(matrix.detach().square().mean().sqrt()) == pytest.approx(0.02, rel=0.25)
     assert float((matrix.detach() * matrix.grad).sum()) < 0.0
 

@@ -14,7 +14,7 @@ from lossyspec.feature_head import FeatureHead
 from .data import Shard
 
 #: positions whose laws are held at a time
-_PIECE = 128
+_PIECE = 256
 
 
 class _LawsLoss(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Muon: momentum whose update of a matrix is brought near the closest orthogonal one (Jordan et al., 2024).
 
-torch.optim.Muon iterates in bf16 always, which CPUs without bf16 units emulate at a small part of fp32's speed; here it is
-fp32 on the CPU and bf16 on a GPU.
+torch.optim.Muon iterates in bf16 always, which CPUs without bf16 units emulate at a small part of fp32's speed; here the
+caller says what the device is fast at.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """U V^T of matrix = U S V^T, nearly, in fp32, by Newton-Schulz iterations. matrix: (rows, columns)."""
+def orthogonalised(matrix: Tensor, bf16: bool = False) -> Tensor:
+    """U V^T of matrix = U S V^T, nearly, in fp32, by Newton-Schulz iterations. matrix: (rows, columns). bf16: of the
+    iterations' products, which is precise enough for them (Jordan et al.)."""
     a, b, c = _COEFFICIENTS
-    x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
-    wide = x.shape[0] <= x.shape[1]
-    x = x if wide else x.T
-    x = x / x.norm().clamp_min(1e-7)
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix if wide else matrix.T
+    x = (x / x.norm().clamp_min(1e-7)).to(torch.bfloat16 if bf16 else torch.float32)
     for _ in range(_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -33,7 +33,10 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """For matrices only. rate: of an update whose root mean square is 0.2, as AdamW's is (Liu et al., arXiv 2502.16982)."""
 
-    def __init__(self, matrices: Iterable[Tensor], rate: float, weight_decay: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, matrices: Iterable[Tensor], rate: float, weight_decay: float, momentum: float = 0.95, bf16: bool = False
+    ) -> None:
+        self.bf16 = bf16
         super().__init__(matrices, {"lr": rate, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -47,6 +50,6 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(matrix)
                 moving = state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
-                update = orthogonalised(matrix.grad.lerp(moving, group["momentum"]))  # Nesterov
+                update = orthogonalised(matrix.grad.lerp(moving, group["momentum"]), self.bf16)  # Nesterov
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)

@@ -97,7 +97,7 @@ class Trainer:
         matrices = [part for part in head.parameters() if part.dim() > 1]
         others = [part for part in head.parameters() if part.dim() <= 1]
         self.optimizers: list[torch.optim.Optimizer] = [
-            Muon(matrices, recipe.rate, weight_decay=0.01),
+            Muon(matrices, recipe.rate, weight_decay=0.01, bf16=bf16),
             torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
         ]
 
