@@ -15,6 +15,10 @@ from torch import Tensor
 from .errors import mark_row, row_of
 from .settings import Sampling
 
+#: tokens whose weights are summed before one of them is drawn
+_BLOCK = 256
+#: tokens that are cumulated at once
+_FEW = 1 << 14
 #: a logits processor as in transformers: (input_ids (1, L), scores (1, V)) -> scores (1, V)
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -143,11 +147,28 @@ def uniforms(choices: Sequence[Choice], counts: Sequence[int], device: torch.dev
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse-CDF draw: the first token whose cumulated weight is over uniform * total; (..., V), (...) -> (...).
 
-    A token of weight 0 is never drawn, also not at uniform = 0 or just under 1.
+    A token of weight 0 is never drawn, also not at uniform = 0 or just under 1; a row without any weight gives V. In a large
+    vocabulary the block of tokens is found first, by the blocks' sums: cumulating all of it takes as long as some layers.
     """
-    cumulated = weights.double().cumsum(-1)
-    total = cumulated[..., -1:]
-    level = uniforms.double().unsqueeze(-1) * total
-    # at the top, rounding could reach `total`: the last step of the cumulated weights is then the token
+    if weights.shape[-1] <= _FEW:
+        return _first_over(weights.double(), uniforms.double(), whole=True)[0]
+    missing = -weights.shape[-1] % _BLOCK
+    blocks = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(-1, (-1, _BLOCK))
+    block, level = _first_over(blocks.sum(-1, dtype=torch.float64), uniforms.double(), whole=True)
+    inside = block.clamp_max(blocks.shape[-2] - 1)  # a row without any weight has no block
+    chosen = blocks.gather(-2, inside[..., None, None].expand(*block.shape, 1, _BLOCK)).squeeze(-2)
+    token, _ = _first_over(chosen.double(), level)
+    return (block * _BLOCK + token).clamp_max(weights.shape[-1])
+
+
+def _first_over(weights: Tensor, level: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
+    """The first place whose cumulated weight is over `level` (whole: times the total), and how far into it the level is.
+
+    At the top, rounding could reach the total: the last step of the cumulated weights is then the place."""
+    cumulated = weights.cumsum(-1)
+    total = cumulated[..., -1]
+    level = level * total if whole else level
     level = torch.where(level >= total, torch.nextafter(total, torch.zeros_like(total)), level)
-    return torch.searchsorted(cumulated, level, right=True).squeeze(-1)
+    place = torch.searchsorted(cumulated, level.unsqueeze(-1), right=True)
+    before = (cumulated - weights).gather(-1, place.clamp_max(weights.shape[-1] - 1)).squeeze(-1)
+    return place.squeeze(-1), (level - before).clamp_min(0.0)

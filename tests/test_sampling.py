@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -175,6 +176,14 @@ def test_nothing_to_apply_returns_the_logits_themselves() -> None:
 # --- draw ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[1 << 14, 0], ids=["at once", "by blocks"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws of small vocabularies both ways; blocks of 3."""
+    monkeypatch.setattr("lossyspec.sampling._FEW", request.param)
+    if not request.param:
+        monkeypatch.setattr("lossyspec.sampling._BLOCK", 3)
+
+
 @PROPERTY
 @given(
     weights=st.lists(st.just(0.0) | st.floats(1e-30, 1e6, width=64), min_size=1, max_size=12).filter(any),
@@ -183,11 +192,14 @@ def test_nothing_to_apply_returns_the_logits_themselves() -> None:
 )
 def test_case_8_draw_never_gives_a_token_of_weight_0(weights: Sequence[float], dtype: torch.dtype, uniform: float) -> None:
     row = torch.tensor([weights], dtype=dtype)
-    token = int(draw(row, torch.tensor([uniform], dtype=torch.float64)))
-    assert 0 <= token < len(weights)
-    assert row[0, token] > 0
+    for few, block in ((1 << 14, 256), (0, 3)):  # at once, and by blocks
+        with mock.patch.multiple("lossyspec.sampling", _FEW=few, _BLOCK=block):
+            token = int(draw(row, torch.tensor([uniform], dtype=torch.float64)))
+        assert 0 <= token < len(weights)
+        assert row[0, token] > 0
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("uniform", [0.0, *JUST_UNDER_1, 1.0])
 def test_case_8_ends_of_the_unit_interval_draw_the_first_and_the_last_possible_token(uniform: float) -> None:
     row = torch.tensor([0.0, 0.0, 0.3, 0.0, 0.7, 0.0])
@@ -195,6 +207,7 @@ def test_case_8_ends_of_the_unit_interval_draw_the_first_and_the_last_possible_t
     assert token == (2 if uniform == 0 else 4)
 
 
+@pytest.mark.usefixtures("few")
 def test_draw_takes_each_token_on_its_own_interval() -> None:
     weights = torch.tensor([0.1, 0.0, 0.25, 0.4, 0.25], dtype=torch.float64)
     steps = 10_000
@@ -204,6 +217,7 @@ def test_draw_takes_each_token_on_its_own_interval() -> None:
     assert bool((tokens.diff() >= 0).all())
 
 
+@pytest.mark.usefixtures("few")
 def test_draw_follows_weights_that_do_not_sum_to_1() -> None:
     generator = torch.Generator().manual_seed(9)
     weights = torch.tensor([2.0, 0.0, 5.0, 1.0, 0.5, 3.5])
@@ -215,6 +229,7 @@ def test_draw_follows_weights_that_do_not_sum_to_1() -> None:
     assert chisquare(counts[some].numpy(), (expected * (100_000 / expected.sum())).numpy()).pvalue > 1e-3
 
 
+@pytest.mark.usefixtures("few")
 def test_draw_gives_each_row_and_column_its_own_number() -> None:
     weights = torch.rand(4, 3, 7, generator=torch.Generator().manual_seed(10))
     uniforms = torch.rand(4, 3, generator=torch.Generator().manual_seed(11))
@@ -224,6 +239,7 @@ def test_draw_gives_each_row_and_column_its_own_number() -> None:
     assert together.tolist() == alone
 
 
+@pytest.mark.usefixtures("few")
 def test_draw_reaches_the_last_token_of_a_large_vocabulary_and_loses_no_mass() -> None:
     size = 150_000
     weights = torch.full((size,), 1 / size)
@@ -232,9 +248,16 @@ def test_draw_reaches_the_last_token_of_a_large_vocabulary_and_loses_no_mass() -
     assert draw(weights.expand(5, -1), uniforms).tolist() == places.tolist()
 
 
+@pytest.mark.usefixtures("few")
 def test_draw_sees_small_weights_behind_large_ones() -> None:
     """Summed up in fp32, 1 + 1e-8 is 1: the tail would never be drawn."""
     weights = torch.tensor([1.0, *[1e-8] * 100])
     total = float(weights.double().sum())
     uniforms = torch.tensor([(1 + (place + 0.5) * 1e-8) / total for place in (0, 50, 99)], dtype=torch.float64)
     assert draw(weights.expand(3, -1), uniforms).tolist() == [1, 51, 100]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_row_without_any_weight_draws_what_is_no_token() -> None:
+    weights = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 2.0]])
+    assert draw(weights, torch.tensor([0.3, 0.3])).tolist() == [5, 4]
