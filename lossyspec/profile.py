@@ -200,6 +200,12 @@ def user_profile_folder() -> Path:
     return Path(os.environ.get("LOSSYTUNE_PROFILES") or Path(platformdirs.user_data_dir("lossytune")) / "profiles")
 
 
+def kept_path(profile: Profile) -> Path:
+    """Where a profile of this user is kept under its name."""
+    content = profile.content_id().removeprefix("sha256:")
+    return user_profile_folder() / f"{profile.match.device.name}-{profile.task}-{content[:8]}.json"
+
+
 def bundled_files() -> list[Path]:
     """The JSON files that ship with lossytune, profiles among them."""
     try:

@@ -114,10 +114,10 @@ COLUMNS: dict[str, Getter] = {
 }
 #: headings of the tables, in order, and which are left out first on a narrow terminal (highest first; 0: never)
 HEADINGS = {
-    "point": 0, "rule": 1, "alpha": 0, "tau": 5, "theta": 6, "draft length": 4, "batch": 3, "precision": 8,
+    "trial": 0, "rule": 1, "alpha": 0, "tau": 5, "theta": 6, "draft length": 4, "batch": 3, "precision": 8,
     "speed-up [95 % CI]": 0, "loss % [95 % CI]": 0, "tokens/s": 2, "tokens/round": 7, "acceptance": 9, "TV": 10,
 }  # fmt: skip
-TEXT_HEADINGS = ("point", "rule", "precision")
+TEXT_HEADINGS = ("trial", "rule", "precision")
 
 
 def front_rows(run: Run) -> list[dict[str, Any]]:
@@ -170,7 +170,7 @@ def table_cells(point: FrontPoint) -> list[str]:
     live, settings = point.measured, point.settings
     rule, tau, theta, draft = (COLUMNS[name](point) for name in ("rule", "tau", "theta", "draft_precision"))
     return [
-        point.kind + (" *" if point.recommended else ""),
+        f"{point.trial} {point.kind}" + (" *" if point.recommended else ""),
         rule or NA,
         number(_alpha(point)),
         number(tau),

@@ -232,6 +232,38 @@ def test_the_profile_matches_exactly_at_load_and_answers(done: Result, place: Pa
     assert other.match is not None and other.match.level == "none"
 
 
+def test_another_point_of_the_front_becomes_a_profile_with_its_own_figures(
+    done: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pick(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["lossytune", "profiles", "pick", *map(str, arguments)])
+        main()
+
+    monkeypatch.setenv("LOSSYTUNE_PROFILES", str(tmp_path / "kept"))
+    for point in done.front.points:
+        assert point.measured is not None
+        pick(done.folder, "--trial", point.trial, "--json")
+        said = json.loads(capsys.readouterr().out)
+        profile = read_profile(Path(said["path"]))
+        assert profile.settings.model_copy(update={"schedule": ()}) == point.settings
+        assert profile.settings.draft_length_for(point.batch_size) == point.settings.draft_length
+        assert profile.settings.draft_length_for(point.batch_size + 1) == 0
+        assert profile.evidence.speedup == point.measured.speedup and profile.evidence.quality == point.quality
+        assert (profile.match, profile.provenance) == (done.profile.match, done.profile.provenance)
+        if point.recommended:
+            assert profile.evidence == done.profile.evidence
+    own = tmp_path / "own.json"
+    pick(done.folder, "--trial", done.front.points[0].trial, "--out", own)
+    assert str(own) in capsys.readouterr().out and read_profile(own)
+    for folder, trial, told in (
+        (done.folder, 99999, "--trial is 99999; the measured points of"),
+        (tmp_path, 0, "no profile"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            pick(folder, "--trial", trial)
+        assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
 def test_the_report_is_built_from_the_run(done: Result) -> None:
     paths = {path.name: path for path in build_report(done.folder)}
     assert all(path.stat().st_size > 0 for path in paths.values())

@@ -100,3 +100,31 @@ def validate(paths: tuple[Path, ...]) -> None:
             click.echo(f"{path}: not valid", err=True)
     if problems:
         raise ConfigurationError("\n".join(problems))
+
+
+@profiles.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--trial", type=int, default=None, required=True, metavar="N", help="Its number in `lossytune show RUN`. [default: none]"
+)
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="File. [default: among this user's profiles]")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def pick(run: Path, trial: int, out: Path | None, as_json: bool) -> None:
+    """Write the profile of another point of a run's front than the recommended one."""
+    from lossyspec.profile import kept_path, write_profile
+    from lossyspec.records import dump
+
+    from .picking import pick as profile_of
+
+    profile = profile_of(run, trial)
+    path = out or kept_path(profile)
+    profile = write_profile(path, profile)
+    if as_json:
+        print_json({"path": str(path), **dump(profile)})
+        return
+    evidence = profile.evidence
+    loss = 100 * (evidence.quality.perplexity_ratio.value - 1)
+    click.echo(f"{profile.task}: {evidence.speedup.value:.2f}x at {loss:+.1f} %\nprofile     {path}")
+    limit = profile.provenance.max_quality_loss
+    if loss > 100 * limit:
+        click.echo(f"warning: the loss is over the limit of the search, {100 * limit:g} %", err=True)

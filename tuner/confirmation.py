@@ -153,32 +153,36 @@ def _best_length(own: Settings, objective: Objective, batch: int, trust: float, 
     return best
 
 
-def build_profile(
-    manifest: RunManifest, here: Here, confirmed: Confirmed, records: Sequence[TrialRecord], objective: Objective
-) -> Profile:
-    """The profile of the recommended point, with the schedule that `objective` makes of it."""
-    point = confirmed.recommended
-    assert point.measured is not None
-    lossless = next((other for other in confirmed.front.points if other.kind == "lossless" and other.measured), None)
-    states = [record.state for record in records]
-    batches = sorted({record.batch_size for record in records})
-    rows = schedule(point, objective, batches, confirmed.front.max_quality_loss)
+def evidence_of(point: FrontPoint, front: Front, memory_peak_bytes: int | None) -> Evidence:
+    """The figures of a measured point of a front, as its profile has them."""
     measured = point.measured
-    evidence = Evidence(
+    assert measured is not None
+    lossless = next((other.measured for other in front.points if other.kind == "lossless" and other.measured), None)
+    return Evidence(
         batch_size=point.batch_size,
         speedup=measured.speedup,
-        lossless_speedup=lossless.measured.speedup if lossless and lossless.measured else None,
+        lossless_speedup=lossless.speedup if lossless else None,
         predicted_speedup=point.predicted.speedup,
         plain_tokens_per_s=measured.plain_tokens_per_s,
-        transformers_tokens_per_s=confirmed.front.transformers_tokens_per_s,
+        transformers_tokens_per_s=front.transformers_tokens_per_s,
         quality=point.quality,
         tokens_per_round=measured.tokens_per_round,
         acceptance=measured.acceptance,
         length_ratio=measured.length_ratio,
         ttft_ms=measured.ttft_ms,
         itl_ms=measured.itl_ms,
-        memory_peak_bytes=manifest.peak_memory_bytes,
+        memory_peak_bytes=memory_peak_bytes,
     )
+
+
+def build_profile(
+    manifest: RunManifest, here: Here, confirmed: Confirmed, records: Sequence[TrialRecord], objective: Objective
+) -> Profile:
+    """The profile of the recommended point, with the schedule that `objective` makes of it."""
+    point = confirmed.recommended
+    states = [record.state for record in records]
+    batches = sorted({record.batch_size for record in records})
+    rows = schedule(point, objective, batches, confirmed.front.max_quality_loss)
     kept = {name: version for name, version in manifest.versions.items() if name in ("torch", "transformers")}
     return Profile(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -188,7 +192,7 @@ def build_profile(
             device=here.device, target=here.target, draft=here.draft, tokenizer_sha256=here.tokenizer_sha256, versions=kept
         ),
         settings=point.settings.model_copy(update={"schedule": rows}),
-        evidence=evidence,
+        evidence=evidence_of(point, confirmed.front, manifest.peak_memory_bytes),
         provenance=Provenance(
             versions=manifest.versions,
             sampler=SAMPLER,

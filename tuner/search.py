@@ -15,7 +15,7 @@ from lossyspec.cpu import peak_memory_bytes
 from lossyspec.drafts import AUTO, automatic
 from lossyspec.errors import ConfigurationError, EnvironmentProblem, NoFeasiblePoint
 from lossyspec.hardware import HardwareInfo, detect_hardware, device_name, supported_precisions, used_gpu
-from lossyspec.profile import Profile, user_profile_folder, write_profile
+from lossyspec.profile import Profile, kept_path, write_profile
 from lossyspec.records import Front, RunManifest, TrialRecord
 from lossyspec.settings import PRECISIONS, QUANTISED, Sampling
 from lossyspec.versions import versions
@@ -294,8 +294,6 @@ class Search:
         folder.write_front(front)
         profile = build_profile(manifest, self.pool.here(), confirmed, records, objective)
         profile = write_profile(folder.profile, profile)
-        assert profile.id is not None
-        kept = user_profile_folder() / f"{profile.match.device.name}-{profile.task}-{profile.id[7:15]}.json"
-        write_profile(kept, profile)
+        write_profile(kept_path(profile), profile)
         folder.write_manifest(manifest)
         return Result(folder.path, front, profile, manifest)
