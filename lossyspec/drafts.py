@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .drafting import Draft, ModelDraft, NgramDraft
+from .drafting import Draft, ModelDraft
 from .errors import ConfigurationError, nearest
 from .head_drafting import FeatureDraft
 from .head_files import embedded_head, head_identity, is_head, load_head
 from .loading import LoadedModel, load, same_tokenizer
+from .ngram_drafting import NgramDraft
 from .profile import ModelIdentity
 from .runner import Runner
 from .self_drafting import SelfDraft

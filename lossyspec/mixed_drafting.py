@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .drafting import Draft, NgramDraft, Proposal, Request, match_confidence
+from .drafting import Draft, Proposal, Request
+from .ngram_drafting import NgramDraft, match_confidence
 from .settings import NgramSettings, Settings
 
 

@@ -15,8 +15,9 @@ import torch
 from conftest import tiny_model
 
 from lossyspec.compiled import CompiledStack
-from lossyspec.drafting import ModelDraft, NgramDraft, Request
+from lossyspec.drafting import ModelDraft, Request
 from lossyspec.errors import ConfigurationError
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.runner import Runner
 from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
 from lossyspec.stats import Stats

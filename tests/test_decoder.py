@@ -13,10 +13,11 @@ from test_decoding import hf_greedy, lively_model, perturbed
 
 from lossyspec.answers import Generation, Piece
 from lossyspec.decoder import Decoder, identify_here
-from lossyspec.drafting import ModelDraft, NgramDraft
+from lossyspec.drafting import ModelDraft
 from lossyspec.errors import ConfigurationError, ProfileMismatch
 from lossyspec.guard import Guard
 from lossyspec.loading import LoadedModel, load
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.profile import Evidence, MatchFields, Profile, Provenance, user_profile_folder, write_profile
 from lossyspec.prompts import prompt_ids
 from lossyspec.records import Estimate, Quality

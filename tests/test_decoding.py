@@ -16,9 +16,10 @@ from torch import Tensor
 from lossyspec import decoding
 from lossyspec.decoder import Decoder
 from lossyspec.decoding import Job, Row, decode
-from lossyspec.drafting import Draft, ModelDraft, NgramDraft, Proposal, Request
+from lossyspec.drafting import Draft, ModelDraft, Proposal, Request
 from lossyspec.errors import ConfigurationError, NumericalError
 from lossyspec.loading import LoadedModel
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.runner import Runner
 from lossyspec.settings import RULES, NgramSettings, Sampling, ScheduleRow, Settings
 from lossyspec.stats import Stats

@@ -25,7 +25,8 @@ from test_decoding import (
 )
 from torch import Tensor
 
-from lossyspec.drafting import ModelDraft, NgramDraft, Proposal, Request, find_match, match_confidence, ngram_chain
+from lossyspec.drafting import ModelDraft, Proposal, Request
+from lossyspec.ngram_drafting import NgramDraft, find_match, match_confidence, ngram_chain
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice, probabilities
 from lossyspec.settings import NgramSettings, Sampling, ScheduleRow, Settings

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from lossyspec.decoder import Decoder
 from lossyspec.decoding import Batch
-from lossyspec.drafting import ModelDraft, NgramDraft, Proposal, Request
+from lossyspec.drafting import ModelDraft, Proposal, Request
 from lossyspec.errors import ConfigurationError
 from lossyspec.lanes import Ahead, InTurn, OnStreams, foresee, make_lanes
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.rows import Job, Row
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice

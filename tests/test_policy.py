@@ -15,8 +15,9 @@ from test_trace_replay import noisy
 
 import lossyspec.decoding as decoding
 from lossyspec.decoding import Job, decode
-from lossyspec.drafting import ModelDraft, NgramDraft
+from lossyspec.drafting import ModelDraft
 from lossyspec.errors import ConfigurationError
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.policy import Boundaries, Walk
 from lossyspec.runner import Runner
 from lossyspec.settings import NgramSettings, Policy, Recovery, Sampling, Settings, make_settings

@@ -15,10 +15,11 @@ from test_verification import assert_drawn_from
 
 from lossyspec.decoder import Decoder
 from lossyspec.decoding import decode
-from lossyspec.drafting import CompactDraft, NgramDraft, Proposal, Request
+from lossyspec.drafting import CompactDraft, Proposal, Request
 from lossyspec.drafts import TargetItself, draft_identity, draft_name, load_draft
 from lossyspec.errors import ConfigurationError
 from lossyspec.loading import load
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.rows import Job
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice

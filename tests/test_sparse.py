@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lossyspec.attention import attend
 from lossyspec.decoding import Job, decode
-from lossyspec.drafting import NgramDraft
 from lossyspec.errors import ConfigurationError
 from lossyspec.kv_cache import RowCache
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.runner import Runner
 from lossyspec.settings import Attention, Sampling, Settings
 from lossyspec.sparse import BlockIndex, SparseReader, pick_blocks

@@ -16,9 +16,9 @@ from test_sparse import tokens_of
 
 from lossyspec.decoder import Decoder
 from lossyspec.decoding import Job, decode
-from lossyspec.drafting import NgramDraft
 from lossyspec.errors import ConfigurationError
 from lossyspec.likelihood import dense_weights, forward
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.profile import read_profile
 from lossyspec.runner import Runner
 from lossyspec.self_drafting import SelfDraft

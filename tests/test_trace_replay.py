@@ -17,11 +17,12 @@ from torch import Tensor
 
 from lossyspec.acceptance import entropy
 from lossyspec.decoding import Job, decode
-from lossyspec.drafting import ModelDraft, NgramDraft, ngram_chain
+from lossyspec.drafting import ModelDraft
 from lossyspec.errors import ConfigurationError
 from lossyspec.feature_head import FeatureHead, HeadShape
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likelihood import dense_weights, forward
+from lossyspec.ngram_drafting import NgramDraft, ngram_chain
 from lossyspec.runner import Runner
 from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
 from lossyspec.stats import Stats

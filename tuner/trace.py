@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lossyspec.acceptance import entropy
-from lossyspec.drafting import CompactDraft, ngram_chain
+from lossyspec.drafting import CompactDraft
 from lossyspec.errors import ConfigurationError
 from lossyspec.likelihood import Flags, Floats
+from lossyspec.ngram_drafting import ngram_chain
 from lossyspec.policy import Boundaries
 from lossyspec.runner import Runner
 from lossyspec.sampling import probabilities

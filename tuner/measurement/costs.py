@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from lossyspec.decoding import decode
-from lossyspec.drafting import CompactDraft, Draft, NgramDraft, Proposal, Request, StatelessDraft
+from lossyspec.drafting import CompactDraft, Draft, Proposal, Request, StatelessDraft
 from lossyspec.errors import ConfigurationError
+from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.records import write_text
 from lossyspec.rows import Job
 from lossyspec.runner import Runner
