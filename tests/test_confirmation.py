@@ -1,7 +1,8 @@
-"""The schedule of a profile: by the cost table, within the limit of loss, and never slower than plain."""
+"""The end of a search: the loss on references, and the schedule of a profile, which is never slower than plain."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from test_selection import measurement, point
 
 from lossyspec.settings import Settings
-from lossyspec.tuner.confirmation import schedule
+from lossyspec.tuner.confirmation import _on_references, schedule
 
 #: predicted speed-up and perplexity ratio by batch and draft length
 LANDSCAPE = {
@@ -51,3 +52,13 @@ def test_a_prediction_that_was_too_high_is_taken_down_everywhere(measured: float
 
 def test_where_plain_is_recommended_nothing_is_drafted() -> None:
     assert [length for _, length in rows(1.0, kind="plain")] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(1.5, True), (math.inf, False), (math.nan, False)])
+def test_a_reference_of_probability_0_leaves_no_loss_on_references(ratio: float, kept: bool) -> None:
+    """At temperature 0.2, that of code, a word that the target would never write underflows."""
+    replay: Any = SimpleNamespace(
+        run=lambda settings: SimpleNamespace(perplexity_ratio=ratio), quality=lambda *_, **__: "loss"
+    )
+    assert _on_references(replay, Settings()) == ("loss" if kept else None)
+    assert _on_references(None, Settings()) is None

@@ -14,7 +14,7 @@ from test_search_end_to_end import search, write_prompts
 import lossyspec.tuner.screening as screening
 from lossyspec.errors import ConfigurationError
 from lossyspec.runner import Runner
-from lossyspec.settings import PRECISIONS
+from lossyspec.settings import PRECISIONS, Sampling
 from lossyspec.tuner.screening import Times, left_out, measure
 from lossyspec.tuner.store import RunFolder
 
@@ -112,35 +112,58 @@ def test_a_precision_that_does_not_run_with_the_model_says_so() -> None:
     assert screening.screen(space, pool, "fp32") == ({"int8": "int8 needs a model of the Llama family"}, None)
 
 
-def test_transformers_runs_in_the_dense_format_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"bf16": (0.8, 2.0), "fp16": (0.9, 0.9), "int4": (0.3, 0.3)}
+class Outside:
+    """A pool whose transformers takes so many seconds in each format; the first turn of each is a slow one."""
+
+    outside = "fp32"
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds, self.turns, self.loaded = seconds, [], set[str]()
+
+    def decoder(self, precision: str) -> Any:
+        self.loaded.add(precision)
+        return SimpleNamespace(target=SimpleNamespace(vocab_size=100, name=precision))
+
+    def forget(self, precision: str) -> None:
+        self.loaded.discard(precision)
+
+    def run_transformers(self, precision: str, sampling: Sampling, tokens: int, **options: Any) -> Any:
+        assert sampling.temperature == 0 and options["min_new_tokens"] == tokens
+
+        def run(prompts: list[list[int]], seed: int) -> Any:
+            self.turns.append(precision)
+            return SimpleNamespace(total_s=self.seconds[precision] + 9.0 * (self.turns.count(precision) == 1))
+
+        return run
+
+
+def test_transformers_runs_in_the_dense_format_in_which_it_is_fastest_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {"bf16": (0.9, 2.0), "fp16": (0.5, 0.5), "int4": (0.3, 0.3)}
 
     def timed(reference: Any, other: Any) -> Times:
-        return Times((1.0, 1.0), times[other])
+        return Times((1.0, 1.0), ours[other.name])
 
     monkeypatch.setattr(screening, "measure", timed)
-    pool: Any = SimpleNamespace(decoder=lambda precision: SimpleNamespace(target=precision), outside="fp32")
-    space: Any = SimpleNamespace(precisions=("fp32", *times))
+    pool: Any = Outside({"fp32": 2.0, "bf16": 1.0, "fp16": 3.0})
+    space: Any = SimpleNamespace(precisions=("fp32", *ours))
     found, plain_step_s = screening.screen(space, pool, "fp32")
-    assert (pool.outside, plain_step_s) == ("bf16", 1.0)
+    assert (pool.outside, plain_step_s) == ("bf16", 1.0)  # by the fused forward fp16 is faster
+    assert pool.turns == ["fp32", "bf16", "fp16"] * 4
     assert set(found) == {"bf16"}
 
 
 def test_named_precisions_leave_transformers_its_fastest_dense_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        screening, "measure", lambda reference, other: Times((1.0, 1.0), {"bf16": (0.5,), "fp16": (0.7,)}[other])
-    )
     monkeypatch.setattr(screening, "supported_precisions", lambda info: dict.fromkeys(PRECISIONS))
-    loaded: set[str] = set()
-
-    def decoder(precision: str) -> Any:
-        loaded.add(precision)
-        return SimpleNamespace(target=precision)
-
-    pool: Any = SimpleNamespace(decoder=decoder, forget=loaded.discard)
     hardware: Any = None
-    assert screening.fastest_dense(pool, hardware, ("fp32", "int4")) == "bf16"
-    assert loaded == {"fp32", "bf16"}
+    for seconds, kept, best, left in (
+        ({"fp32": 2.0, "bf16": 1.0, "fp16": 3.0}, ("fp32", "int4"), "bf16", {"fp32", "bf16"}),
+        ({"fp32": 2.0, "bf16": 5.0, "fp16": 1.0}, ("int4",), "fp16", {"fp16"}),
+    ):
+        pool: Any = Outside(seconds)
+        for name in seconds:
+            pool.decoder(name)
+        assert screening.fastest_dense(pool, hardware, kept) == best
+        assert pool.loaded == left
     monkeypatch.setattr(screening, "supported_precisions", lambda info: {**dict.fromkeys(PRECISIONS), "bf16": "too old"})
-    assert screening.fastest_dense(pool, hardware, ("int4",)) == "fp16"
-    assert loaded == {"bf16", "fp16"}
+    pool = Outside({"fp32": 2.0, "bf16": 1.0, "fp16": 1.5})
+    assert screening.fastest_dense(pool, hardware, ()) == "fp16" and "bf16" not in pool.turns

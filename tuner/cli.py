@@ -49,7 +49,7 @@ def main() -> None:
     """Entry point: every error on purpose becomes one message and its exit code, without a traceback."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torch's threads wait for each other by spinning; on a CPU that others use too, spinning for long stops all of them
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     _log_to_stderr()
     try:
         app(standalone_mode=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from lossyspec.profile import Evidence, Here, MatchFields, Profile, Provenance
-from lossyspec.records import BlockRecord, Corpus, Front, FrontPoint, RunManifest, TrialRecord
+from lossyspec.records import BlockRecord, Corpus, Front, FrontPoint, Quality, RunManifest, TrialRecord
 from lossyspec.settings import Precision, ScheduleRow, Settings
 
 from .measurement.live import speed_ratio, summarise, tokens_per_s
@@ -69,10 +69,16 @@ def confirm(
     references = Replay(traces["references"]) if "references" in traces else None
     corpus: Corpus = "greedy_text" if temperature == 0 else "target_samples"
     score = generated_perplexity(pool, traces["confirm"].reference, traces["confirm"].texts.prompts, temperature)
-    points = []
+    points, notes = [], []
     for record in chosen:
         assert record.predicted is not None
         replayed = replay.run(record.settings)
+        on_references = _on_references(references, record.settings)
+        if references is not None and on_references is None:
+            notes.append(
+                f"trial {record.number}: no loss on references, since one holds a token whose probability is 0 in fp32 at "
+                f"temperature {temperature:g}"
+            )
         points.append(
             FrontPoint(
                 trial=record.number,
@@ -82,7 +88,7 @@ def confirm(
                 batch_size=record.batch_size,
                 predicted=record.predicted,
                 quality=replay.quality(record.settings, replayed, corpus=corpus),
-                quality_references=references.quality(record.settings, corpus="references") if references else None,
+                quality_references=on_references,
                 measured=summarise(blocks, str(record.number), str(plain.number), record.predicted, score),
             )
         )
@@ -106,7 +112,16 @@ def confirm(
         transformers_tokens_per_s=tokens_per_s(blocks, "transformers", end_to_end=True),
         transformers_ratio=speed_ratio(blocks, str(plain.number), "transformers", end_to_end=True),
     )
-    return Confirmed(front, points[best], tuple(_notes(points)))
+    return Confirmed(front, points[best], (*notes, *_notes(points)))
+
+
+def _on_references(references: Replay | None, settings: Settings) -> Quality | None:
+    """The loss on the references; None without them, or where it is not finite: at a low temperature a word that the target
+    would never write underflows to 0, before or after rounding of the weights."""
+    if references is None:
+        return None
+    replayed = references.run(settings)
+    return references.quality(settings, replayed, corpus="references") if math.isfinite(replayed.perplexity_ratio) else None
 
 
 def _notes(points: Sequence[FrontPoint]) -> list[str]:
