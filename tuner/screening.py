@@ -23,8 +23,8 @@ _REPEATS = 5
 #: a first pass that takes so many times the reference's needs no second one
 _HOPELESS = 4.0
 _CONTEXT = 64
-#: tokens that transformers writes in each of its turns
-_OUTSIDE_TOKENS, _OUTSIDE_TURNS = 8, 3
+#: tokens that transformers writes in each of its turns, after so few that reading them does not decide
+_OUTSIDE_TOKENS, _OUTSIDE_PROMPT, _OUTSIDE_TURNS = 16, 8, 2
 #: precisions beside the reference
 _MOST = 2
 
@@ -113,7 +113,7 @@ def fastest_outside(pool: ModelPool, names: Sequence[Precision]) -> Precision:
     if len(names) == 1:
         return names[0]
     sampling, size = Sampling(temperature=0.0), pool.decoder(names[0]).target.vocab_size
-    prompt = [token % size for token in range(3, 3 + _CONTEXT)]
+    prompt = [token % size for token in range(3, 3 + _OUTSIDE_PROMPT)]
     runs = {name: pool.run_transformers(name, sampling, _OUTSIDE_TOKENS, min_new_tokens=_OUTSIDE_TOKENS) for name in names}
     taken: dict[Precision, list[float]] = {name: [] for name in names}
     for turn in range(_OUTSIDE_TURNS + 1):
