@@ -151,24 +151,24 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     vocabulary the block of tokens is found first, by the blocks' sums: cumulating all of it takes as long as some layers.
     """
     if weights.shape[-1] <= _FEW:
-        return _first_over(weights.double(), uniforms.double(), whole=True)[0]
+        cumulated = weights.double().cumsum(-1)
+        return _first_over(cumulated, uniforms.double() * cumulated[..., -1])
     missing = -weights.shape[-1] % _BLOCK
     blocks = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(-1, (-1, _BLOCK))
-    block, level = _first_over(blocks.sum(-1, dtype=torch.float64), uniforms.double(), whole=True)
-    inside = block.clamp_max(blocks.shape[-2] - 1)  # a row without any weight has no block
-    chosen = blocks.gather(-2, inside[..., None, None].expand(*block.shape, 1, _BLOCK)).squeeze(-2)
-    token, _ = _first_over(chosen.double(), level)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    cumulated = sums.cumsum(-1)
+    level = uniforms.double() * cumulated[..., -1]
+    block = _first_over(cumulated, level)
+    inside = block.clamp_max(blocks.shape[-2] - 1).unsqueeze(-1)  # a row without any weight has no block
+    before = (cumulated - sums).gather(-1, inside).squeeze(-1)
+    chosen = blocks.gather(-2, inside.unsqueeze(-1).expand(*inside.shape, _BLOCK)).squeeze(-2)
+    token = _first_over(chosen.double().cumsum(-1), (level - before).clamp_min(0.0))
     return (block * _BLOCK + token).clamp_max(weights.shape[-1])
 
 
-def _first_over(weights: Tensor, level: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """The first place whose cumulated weight is over `level` (whole: times the total), and how far into it the level is.
-
-    At the top, rounding could reach the total: the last step of the cumulated weights is then the place."""
-    cumulated = weights.cumsum(-1)
+def _first_over(cumulated: Tensor, level: Tensor) -> Tensor:
+    """The first place whose cumulated weight is over `level`. At the top, rounding could reach the total: the last step
+    of the cumulated weights is then the place."""
     total = cumulated[..., -1]
-    level = level * total if whole else level
     level = torch.where(level >= total, torch.nextafter(total, torch.zeros_like(total)), level)
-    place = torch.searchsorted(cumulated, level.unsqueeze(-1), right=True)
-    before = (cumulated - weights).gather(-1, place.clamp_max(weights.shape[-1] - 1)).squeeze(-1)
-    return place.squeeze(-1), (level - before).clamp_min(0.0)
+    return torch.searchsorted(cumulated, level.unsqueeze(-1), right=True).squeeze(-1)
