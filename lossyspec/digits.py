@@ -45,8 +45,9 @@ def times(x: Tensor, packed: Any) -> Tensor:
     count = x.shape[0]
     digits = x.new_empty(2, *x.shape)
     most = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True).clamp_min_(1e-30)
-    first = torch.mul(x, _MOST / most, out=digits[0])
-    torch.sub(first, first.round(), out=digits[1]).mul_(_SECOND)
+    rest = torch.mul(x, _MOST / most, out=digits[1])
+    # the product rounds its inputs, halves of them either way: the first digits must be whole before
+    rest.sub_(torch.round(rest, out=digits[0])).mul_(_SECOND)
     both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(digits.flatten(0, 1), 1.0, _ZERO, packed)
     return torch.add(both[:count], both[count:], alpha=1 / _SECOND).mul_(most)
 
