@@ -13,10 +13,9 @@ from torch.nn import functional as F
 Reader = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 #: the same for one layer
 Attended = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: on the CPU, passes of at most this many tokens a row attend by two plain products; longer ones by the fused kernel
+#: on the CPU, fp32 passes of at most this many tokens a row attend by two plain products; all others by the fused kernel,
+#: which reads 16-bit keys as they lie and sums in fp32
 _SHORT = 32
-#: keys or values that are widened to fp32 at a time: few enough to stay in a core's cache
-_WIDENED = 1 << 20
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared: int = 0) -> Tensor:
@@ -25,14 +24,12 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared:
     mask: (batch, 1 or kv_heads, n, T) of booleans; the first `shared` of T are known to be visible to all. Grouped heads
     share their keys without copies of them."""
     batch, count, heads, size = q.shape
-    if q.device.type != "cpu" or count > _SHORT:
+    if q.device.type != "cpu" or count > _SHORT or q.dtype != torch.float32:
         queries = q.transpose(1, 2)
         if mask is not None and mask.shape[1] > 1:
             mask = mask.repeat_interleave(heads // mask.shape[1], 1)
         result = F.scaled_dot_product_attention(queries, keys, values, mask, scale=1.0, enable_gqa=heads != keys.shape[1])
         return result.transpose(1, 2).reshape(batch, count, heads * size)
-    if q.dtype != torch.float32:
-        return _widened(q, keys, values, mask, shared)
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     if count == 1:
@@ -47,15 +44,3 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared:
     if count > 1:
         attended = attended.view(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4)
     return attended.reshape(batch, count, heads * size)
-
-
-def _widened(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared: int) -> Tensor:
-    """The same for 16-bit numbers, in fp32, some rows at a time: scores rounded to 16 bits would nearly double the error of
-    a whole pass, and small products of bf16 are slower."""
-    rows = max(1, _WIDENED // keys[0].numel())
-    parts = []
-    for first in range(0, len(q), rows):
-        some = slice(first, first + rows)
-        seen = None if mask is None else mask[some]
-        parts.append(attend(q[some].float(), keys[some].float(), values[some].float(), seen, shared).to(q.dtype))
-    return torch.cat(parts)

@@ -136,20 +136,16 @@ def test_attention_is_the_plain_formula_on_both_ways(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("widened", [1, 1 << 20])  # one row at a time, all at once
-def test_16_bit_attention_rounds_its_inputs_and_its_result_alone(
-    dtype: torch.dtype, widened: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lossyspec.attention._WIDENED", widened)
+def test_16_bit_attention_is_as_exact_as_its_numbers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for count in (1, 3):
-        q, keys, values = 3 * torch.randn(5, count, 6, 8), torch.randn(5, 2, 9, 8), torch.randn(5, 2, 9, 8)
+    for count in (1, 3, 40):
+        q, keys, values = 3 * torch.randn(5, count, 6, 8), torch.randn(5, 2, 90, 8), torch.randn(5, 2, 90, 8)
         q, keys, values = q.to(dtype), keys.to(dtype), values.to(dtype)
-        mask = (torch.arange(9) <= torch.arange(5, 5 + count)[:, None])[None, None].expand(5, 1, -1, -1)
+        mask = (torch.arange(90) <= torch.arange(45, 45 + count)[:, None])[None, None].expand(5, 1, -1, -1)
         got = attend(q, keys, values, mask)
         assert got.dtype == dtype
         want = slow_attend(q.float(), keys.float(), values.float(), mask)
-        torch.testing.assert_close(got.float(), want, rtol=torch.finfo(dtype).eps, atol=1e-4)
+        assert (got.float() - want).norm() <= 0.75 * torch.finfo(dtype).eps * want.norm()
 
 
 @pytest.mark.parametrize("architecture", FAMILY)
