@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -20,6 +21,9 @@ from .cli_search import search
 
 #: as a shell says it of a program that SIGPIPE ended
 _BROKEN_PIPE = 141
+#: glibc's mallopt (malloc.h): what is freed goes back to the system beyond so much, what is larger has pages of its own
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES, _OWN_PAGES_BYTES = 1 << 30, 1 << 25
 
 
 @click.group(cls=Group, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -45,11 +49,21 @@ def _log_to_stderr() -> None:
     logger.setLevel(logging.INFO)
 
 
+def _keep_memory() -> None:
+    """Has the C library keep what torch frees for what it asks next: with new pages for each tensor of a long pass, the
+    system takes a third of the pass to clear them. Nothing is done where the library has no such option."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
 def main() -> None:
     """Entry point: every error on purpose becomes one message and its exit code, without a traceback."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torch's threads wait for each other by spinning; on a CPU that others use too, spinning for long stops all of them
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+    _keep_memory()
     _log_to_stderr()
     try:
         app(standalone_mode=False)
