@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .norms import rms_norm
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class HeadShape:
 
 def unit_rms(values: Tensor) -> Tensor:
     """Rows scaled to a root mean square of 1: the target's final norm has large weights, which the input must not carry."""
-    return rms_norm(values, None, _EPSILON)
+    return rms_norm(values, None, EPSILON)
 
 
 class _Block(nn.Module):
@@ -43,8 +43,8 @@ class _Block(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.size = shape.heads, shape.kv_heads, shape.width // shape.heads
-        self.norm_attention = nn.RMSNorm(shape.width, eps=_EPSILON)
-        self.norm_mlp = nn.RMSNorm(shape.width, eps=_EPSILON)
+        self.norm_attention = nn.RMSNorm(shape.width, eps=EPSILON)
+        self.norm_mlp = nn.RMSNorm(shape.width, eps=EPSILON)
         self.qkv = nn.Linear(shape.width, (shape.heads + 2 * shape.kv_heads) * self.size, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
         self.gate_up = nn.Linear(shape.width, 2 * shape.intermediate, bias=False)
@@ -52,7 +52,7 @@ class _Block(nn.Module):
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, heads, n, size), keys and values (B, kv_heads, n, size) of x (B, n, width)."""
-        q, k, v = self.qkv(rms_norm(x, self.norm_attention.weight, _EPSILON)).split(
+        q, k, v = self.qkv(rms_norm(x, self.norm_attention.weight, EPSILON)).split(
             [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size], dim=-1
         )
         q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (q, k, v))
@@ -61,7 +61,7 @@ class _Block(nn.Module):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the block, from attended values (B, heads, n, size)."""
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(rms_norm(x, self.norm_mlp.weight, _EPSILON)).chunk(2, dim=-1)
+        gate, up = self.gate_up(rms_norm(x, self.norm_mlp.weight, EPSILON)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
@@ -84,7 +84,7 @@ class FeatureHead(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden, shape.width, bias=False)
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, eps=_EPSILON)
+        self.norm = nn.RMSNorm(shape.width, eps=EPSILON)
         self.to_hidden = nn.Identity() if shape.width == shape.hidden else nn.Linear(shape.width, shape.hidden, bias=False)
         self.bias = nn.Parameter(torch.zeros(shape.vocab))
         self.register_buffer("token_map", token_map, persistent=True)
@@ -102,7 +102,7 @@ class FeatureHead(nn.Module):
 
     def output(self, x: Tensor) -> Tensor:
         """The network's own feature (B, n, hidden) from the last block."""
-        return self.to_hidden(rms_norm(x, self.norm.weight, _EPSILON))
+        return self.to_hidden(rms_norm(x, self.norm.weight, EPSILON))
 
     def logits(self, feature: Tensor, rows: Tensor) -> Tensor:
         """(B, n, vocab) from features and the target's output rows (vocab, hidden)."""

@@ -175,12 +175,17 @@ class FusedStack:
 
     def _rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """cos and signed sin for all heads of q and k, (batch, n, heads + kv_heads, size); the attention scale is in q's."""
-        rotary = self.model.base_model.rotary_emb
-        cos, sin = rotary(x, positions, kind) if self._by_kind else rotary(x, positions)
-        first, second = sin.chunk(2, dim=-1)
+        cos, sin = self.turns(x, positions, kind)
         scale = x.new_ones(self.heads + self.kv_heads, 1)
         scale[: self.heads] = self.scale
-        return cos.unsqueeze(2) * scale, torch.cat([-first, second], -1).unsqueeze(2) * scale
+        return cos.unsqueeze(2) * scale, sin.unsqueeze(2) * scale
+
+    def turns(self, like: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """cos and sin (batch, n, size) of rotary positions in a dtype; the first half of the sines is negative."""
+        rotary = self.model.base_model.rotary_emb
+        cos, sin = rotary(like, positions, kind) if self._by_kind else rotary(like, positions)
+        first, second = sin.chunk(2, dim=-1)
+        return cos, torch.cat([-first, second], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(.., V) of hidden states."""

@@ -14,6 +14,7 @@ from .drafting import Proposal, Request, draw_round
 from .feature_head import FeatureHead
 from .fused import Dense
 from .kv_cache import RowCache
+from .native.passes import native_head
 from .quantised import Int8
 
 
@@ -55,6 +56,7 @@ class FeatureDraft:
         self.rows: Dense | Int8 = Int8.of(rows) if packed else rows
         if packed:
             _pack(self.head)
+        self._native = native_head(self.head, lambda module: module.matrix) if packed else None
         self._cache = RowCache(head.shape.layers, 0)
         self._rope = (weight.new_zeros(1, 1, 0, 0), weight.new_zeros(1, 1, 0, 0))
         self._features = weight.new_zeros(0)
@@ -149,8 +151,10 @@ class FeatureDraft:
         """The head over n entries of each row, written from slot starts[i]; returns (batch, n, hidden)."""
         count = tokens.shape[1]
         self._cache.place(starts, count, self.device)
-        rope, visible = self._places(starts, count)
         x = self.head.entry(F.embedding(tokens, self.embeddings), features)
+        if self._native is not None:
+            return self.head.to_hidden(self._native.through(x, starts, self._cache))
+        rope, visible = self._places(starts, count)
         for layer, block in enumerate(self.head.blocks):
             q, k, v = block.project(x, rope)  # type: ignore[operator]
             keys, values = self._cache.update(k, v, layer)

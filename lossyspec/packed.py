@@ -1,5 +1,5 @@
-"""torch's products of activations with packed int8 and int4 weights, by device: activations in bf16, but for large int8
-matrices on x86 CPUs (`digits`).
+"""Products of activations with packed int8 and int4 weights, by device: on x86 CPUs by code of our own (`native`), where it
+could be compiled; else by torch's kernels with activations in bf16, but for large int8 matrices on x86 CPUs (`digits`).
 
 On a GPU: `_weight_int8pack_mm` reads activations and scales in fp32 (aten/src/ATen/native/cuda/int8mm.cu);
 `_weight_int4pack_mm` wants bf16, outputs in 8s, inputs in whole tiles, and compute capability 8.0 (int4mm.cu).
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import digits
 from .hardware import FP8_ON_CPU, packed_problem
+from .native import products
 
 #: numbers of a matrix from which on integer products are faster: output rows
 _LARGE = 1 << 22
@@ -30,25 +31,26 @@ _CUDA_TILES = (8, 4, 2)
 class Kernels:
     """Of one kind of device. outputs4: int4 matrices have them in so many.
 
-    pack4: numbers 0 .. 15 (out, in) int32 -> as `times4` wants them. times4, times8: x (n, in), packed weights and their
-    scales -> (n, out). pack8: int8 (out, in) and scales (out,) -> as `times8` wants them; unpack8: int8 again. scales8: the
-    dtype of the scales of `times8`."""
+    pack4: numbers 0 .. 15 (out, in) int32 and scales -> as `times4` wants them. times4, times8: x (n, in), packed weights
+    and their scales -> (n, out). pack8: int8 (out, in) and scales (out,) -> as `times8` wants them; unpack8: int8 again.
+    scales8: the dtype of the scales of `times8`. narrow: activations are rounded to bf16."""
 
     outputs4: int
-    pack4: Callable[[Tensor], Tensor]
-    times4: Callable[[Tensor, Tensor, Tensor], Tensor]
+    pack4: Callable[[Tensor, Tensor], Any]
+    times4: Callable[[Tensor, Any, Tensor], Tensor]
     pack8: Callable[[Tensor, Tensor], Any]
     unpack8: Callable[[Any], Tensor]
     times8: Callable[[Tensor, Any, Tensor], Tensor]
     scales8: torch.dtype
+    narrow: bool = True
 
 
-def _pack4_cpu(numbers: Tensor) -> Tensor:
+def _pack4_cpu(numbers: Tensor, scales: Tensor) -> Tensor:
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, _CPU_TILES)
 
 
 def _times4_cpu(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, GROUP, scales)
 
 
 def _times8_cpu(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def _as_it_is(weight: Tensor, scales: Tensor | None = None) -> Tensor:
     return weight
 
 
-def _pack4_cuda(numbers: Tensor) -> Tensor:
+def _pack4_cuda(numbers: Tensor, scales: Tensor) -> Tensor:
     """Two numbers a byte, the first of them in the upper half, then by torch into the order of the tensor cores."""
     tiles = next(count for count in _CUDA_TILES if numbers.shape[1] % (16 * count) == 0)
     pairs = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
@@ -71,7 +73,7 @@ def _pack4_cuda(numbers: Tensor) -> Tensor:
 
 
 def _times4_cuda(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    return torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales)
+    return torch.ops.aten._weight_int4pack_mm(x.bfloat16(), packed, GROUP, scales)
 
 
 def _times8_cuda(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -81,13 +83,18 @@ def _times8_cuda(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 CPU = Kernels(16, _pack4_cpu, _times4_cpu, _as_it_is, _as_it_is, _times8_cpu, torch.bfloat16)
 DIGITS = replace(CPU, pack8=digits.pack, unpack8=digits.unpack, times8=_times8_digits)
+NATIVE = Kernels(
+    1, products.pack4, products.times, products.pack8, products.unpack8, products.times, torch.float32, narrow=False
+)
 CUDA = Kernels(8, _pack4_cuda, _times4_cuda, _as_it_is, _as_it_is, _times8_cuda, torch.float32)
 
 
-def kernels_of(matrix: Tensor) -> Kernels:
-    """Those for a matrix, by its device and size."""
+def kernels_of(matrix: Tensor, bits: int) -> Kernels:
+    """Those for a matrix of numbers of so many bits, by its device and size."""
     if matrix.device.type == "cuda":
         return CUDA
+    if products.available(matrix.shape[1], bits):
+        return NATIVE
     return DIGITS if matrix.numel() >= _LARGE and digits.available() else CPU
 
 

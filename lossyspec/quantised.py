@@ -39,7 +39,7 @@ class Int8:
     @staticmethod
     def of(dense: Dense, kernels: Kernels | None = None) -> Int8:
         """Rounds to the nearest step of each output's own scale. kernels: None for those that suit the weight."""
-        kernels = kernels or kernels_of(dense.weight)
+        kernels = kernels or kernels_of(dense.weight, 8)
         scales = (dense.weight.float().abs().amax(-1) / 127).clamp_min(1e-12).bfloat16()
         weight = (dense.weight.float() / scales.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
         return Int8(kernels.pack8(weight, scales), scales.to(kernels.scales8), dense.bias, kernels)
@@ -64,7 +64,7 @@ class Int8:
 class Int4:
     """packed: as the kernels want it. scales: (in / 32, out, 2) bf16, a scale and the value of n = 8."""
 
-    packed: Tensor
+    packed: Any
     scales: Tensor
     bias: Tensor | None
     rounded: Tensor | None  # (out, in) fp32; see `dense`
@@ -76,7 +76,7 @@ class Int4:
 
         Raises ConfigurationError for other widths."""
         rows, width = dense.weight.shape
-        kernels = kernels or kernels_of(dense.weight)
+        kernels = kernels or kernels_of(dense.weight, 4)
         if width % GROUP or rows % kernels.outputs4:
             raise ConfigurationError(
                 f"int4 needs inputs in groups of {GROUP} and outputs in {kernels.outputs4}s; a matrix is {rows} x {width}"
@@ -87,8 +87,8 @@ class Int4:
         middle = (least + 8 * scales.float()).bfloat16()
         numbers = ((groups - middle.float().unsqueeze(-1)) / scales.float().unsqueeze(-1) + 8).round().clamp(0, 15)
         rounded = ((numbers - 8) * scales.float().unsqueeze(-1) + middle.float().unsqueeze(-1)).view(rows, width)
-        packed, both = kernels.pack4(numbers.int().view(rows, width)), torch.stack([scales, middle], -1)
-        return Int4(packed, both.transpose(0, 1).contiguous(), dense.bias, rounded, kernels)
+        both = torch.stack([scales, middle], -1).transpose(0, 1).contiguous()
+        return Int4(kernels.pack4(numbers.int().view(rows, width), both), both, dense.bias, rounded, kernels)
 
     def dense(self) -> Tensor:
         """The weights that the product uses, fp32; known until the stack is checked."""
@@ -97,15 +97,14 @@ class Int4:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (.., in) -> (.., out) in x's dtype."""
-        flat = x.reshape(-1, x.shape[-1]).bfloat16()
-        result = self.kernels.times4(flat, self.packed, self.scales)
+        result = self.kernels.times4(x.reshape(-1, x.shape[-1]), self.packed, self.scales)
         result = result.view(*x.shape[:-1], -1).to(x.dtype)
         return result if self.bias is None else result + self.bias
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return self.packed.nbytes + self.scales.nbytes
+        return int(self.packed.nbytes + self.scales.nbytes)
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,9 @@ def quantise(model: Any, precision: str) -> FusedStack:
         low = precision == "int4" or (precision == "int4-int8" and min(index, count - 1 - index) >= ends)
         form: type[Any] = Fp8 if precision == "fp8" else Int4 if low else Int8
         parts = {name: _rounded(form, getattr(layer, name)) for name in _MATRICES}
-        # the products take bf16: the norms before them give it, and what is between gate_up and down stays in it
-        norms = {name: replace(getattr(layer, name), narrow=True) for name in ("before_attention", "before_mlp")}
+        # where the products take bf16 the norms before them give it, and what is between gate_up and down stays in it
+        rounds = form is Fp8 or parts["qkv"].kernels.narrow
+        norms = {name: replace(getattr(layer, name), narrow=rounds) for name in ("before_attention", "before_mlp")}
         stack.layers[index] = replace(layer, **parts, **norms)
     if precision != "fp8":
         stack.head = _rounded(Int8, dense([model.get_output_embeddings()]))

@@ -16,6 +16,7 @@ from .fused import FusedStack, fuse
 from .graphs import Capture, CudaCapture, Graphs
 from .kv_cache import RowCache, layer_types
 from .likeness import apart, tolerance
+from .native.passes import native_stack
 from .settings import Attention, Compile, Passes
 from .sparse import SparseReader
 
@@ -55,6 +56,7 @@ class Runner:
         #: (batch, n, hidden) what the output layer read in the last pass (all of the prompt's after `start`)
         self.features: Tensor | None = None
         self._fused = stack or fuse(model)
+        self._native = native_stack(self._fused) if stack is not None else None
         self._compiled: dict[str, CompiledStack] = {}  # shared by forks
         if new_capture is None and self.device.type == "cuda":
             new_capture = partial(CudaCapture, self.device)
@@ -213,6 +215,9 @@ class Runner:
         graphs = self._graphs if passes == "graphs" and not sparse else None
         if graphs is not None and (replayed := graphs.hidden(self.cache, tokens, starts, self._pinned)) is not None:
             return replayed
+        if self._native is not None and not sparse and passes in ("eager", "graphs"):
+            self.cache.place(starts, tokens.shape[1], self.device)
+            return self._native.hidden(tokens, starts, self.cache)
         positions, mask = self._place(tokens, starts)
         if attention is not None and sparse:
             reader = SparseReader(self.check_sparse(), self.cache, attention, starts, mask)

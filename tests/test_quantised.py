@@ -19,7 +19,7 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.fused import Dense
 from lossyspec.likeness import apart, tolerance
 from lossyspec.loading import load
-from lossyspec.packed import CPU, CUDA, DIGITS, GROUP, Kernels, kernels_of, unusable
+from lossyspec.packed import CPU, CUDA, DIGITS, GROUP, NATIVE, Kernels, kernels_of, unusable
 from lossyspec.quantised import Fp8, Int4, Int8, narrow, quantise, release
 from lossyspec.runner import Runner, check_rollback
 from lossyspec.settings import QUANTISED, Settings
@@ -87,7 +87,7 @@ def test_int4_keeps_the_numbers_of_a_q4_1_file_but_for_the_rounding_of_its_scale
 def test_int4_refuses_widths_that_it_cannot_group() -> None:
     for rows, width in ((48, 40), (20, 64)):
         with pytest.raises(ConfigurationError, match=f"{rows} x {width}"):
-            Int4.of(dense(rows, width))
+            Int4.of(dense(rows, width), CPU)
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
@@ -252,7 +252,7 @@ def test_the_gpu_takes_outputs_in_8s_and_the_cpu_in_16s(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("precision", [name for name in QUANTISED if name != "fp8"])
 def test_a_model_of_the_gpu_form_passes_the_check_at_load(precision: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    def always(matrix: Tensor) -> Kernels:
+    def always(matrix: Tensor, bits: int) -> Kernels:
         return CUDA
 
     monkeypatch.setattr("lossyspec.quantised.kernels_of", always)
@@ -262,14 +262,18 @@ def test_a_model_of_the_gpu_form_passes_the_check_at_load(precision: Any, gpu: G
     check_rollback(model, "target", stack)
 
 
-def test_kernels_go_by_device_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_go_by_device_width_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = torch.empty(960, 576), torch.empty(8192, 576)
+    monkeypatch.setattr("lossyspec.native.products.library", object)
+    assert all(kernels_of(matrix, bits) is NATIVE for matrix in (small, large) for bits in (4, 8))
+    assert kernels_of(torch.empty(64, 36), 8) is NATIVE and kernels_of(torch.empty(64, 36), 4) is CPU
+    monkeypatch.setattr("lossyspec.native.products.library", lambda: None)
     monkeypatch.setattr("lossyspec.digits.available", lambda: True)
-    assert kernels_of(small) is CPU and kernels_of(large) is DIGITS
+    assert kernels_of(small, 8) is CPU and kernels_of(large, 8) is DIGITS
     monkeypatch.setattr("lossyspec.digits.available", lambda: False)
-    assert kernels_of(large) is CPU
+    assert kernels_of(large, 8) is CPU
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0), numel=large.numel)
-    assert kernels_of(on_gpu) is CUDA
+    assert kernels_of(on_gpu, 4) is CUDA
 
 
 @pytest.mark.skipif(not digits.available(), reason="this torch or CPU has no FBGEMM")

@@ -1,0 +1,138 @@
+"""Compiles `stack.cpp` for this CPU, once, and loads it. Without a compiler, or the instructions, torch's kernels stay."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from time import perf_counter
+
+from ..cpu import read_text_file
+from ..folders import cache_folder
+
+logger = logging.getLogger("lossytune")
+
+#: "off": torch's kernels
+SWITCH = "LOSSYTUNE_NATIVE"
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_LIMIT_S = 120
+
+
+class Matrix(ctypes.Structure):
+    """As in stack.cpp."""
+
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """As in stack.cpp."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        ("head_weights", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+    )
+
+
+class Stack(ctypes.Structure):
+    """As in stack.cpp."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "heads", "kv_heads", "size", "middle", "activation")),
+        *((name, ctypes.c_float) for name in ("scale", "epsilon", "head_epsilon")),
+    )
+
+
+class Pass(ctypes.Structure):
+    """As in stack.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("keys", "values")),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("starts", "slots")),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("cosines", "sines")),
+        *((name, ctypes.c_int64) for name in ("rows", "count", "threads")),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled code; None, with the reason in the log, where there can be none."""
+    if os.environ.get(SWITCH, "").lower() in ("off", "0"):
+        return None
+    flags = _flags()
+    if "avx2" not in flags:
+        logger.debug("quantised passes by torch's kernels: this CPU has no AVX2")
+        return None
+    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        logger.info("quantised passes by torch's kernels, which are slower: no C++ compiler (apt-get install g++)")
+        return None
+    source = str(files("lossyspec.native").joinpath("stack.cpp"))
+    try:
+        return _declared(ctypes.CDLL(str(_built(compiler, Path(source), flags))))
+    except (OSError, subprocess.SubprocessError) as problem:
+        said = getattr(problem, "stderr", None) or str(problem)
+        logger.warning("quantised passes by torch's kernels, which are slower: %s failed: %s", compiler, said.strip()[-500:])
+        return None
+
+
+def _built(compiler: str, source: Path, flags: list[str]) -> Path:
+    """The library's file, compiled unless it is there: for this source, this compiler and this CPU."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout
+    about = "\n".join([source.read_text(encoding="utf-8"), version, *_FLAGS, *flags])
+    place = cache_folder() / "native" / f"stack-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
+    if place.exists():
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    began, partial = perf_counter(), place.with_suffix(f".{os.getpid()}.part")
+    try:
+        command = [compiler, *_FLAGS, str(source), "-o", str(partial), *_openmp()]
+        subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
+        partial.replace(place)  # whole or not at all, whoever else builds it
+    finally:
+        partial.unlink(missing_ok=True)
+    took_s = perf_counter() - began
+    logger.info("compiled the passes of quantised models for this CPU in %.1f s; they are kept in %s", took_s, place)
+    return place
+
+
+def _flags() -> list[str]:
+    """The CPU's instruction sets."""
+    found = re.search(r"^flags\s*:(.*)$", read_text_file(Path("/proc/cpuinfo"), []), re.MULTILINE)
+    return sorted(found[1].split()) if found else []
+
+
+def _openmp() -> list[str]:
+    """torch's own OpenMP runtime, so that there is one set of threads: two would spin against each other."""
+    loaded = re.search(r"\S*/libgomp[^/\s]*\.so\S*", read_text_file(Path("/proc/self/maps"), []))
+    return [loaded[0]] if loaded else []
+
+
+def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    code.lossyspec_product.argtypes = (ctypes.POINTER(Matrix), address, number, address, number)
+    code.lossyspec_pass.argtypes = (ctypes.POINTER(Stack), ctypes.POINTER(Pass), address)
+    return code
+
+
+def checked(status: int) -> None:
+    """Raises MemoryError for a call that got none."""
+    if status:
+        raise MemoryError("the compiled pass got no memory for its activations")

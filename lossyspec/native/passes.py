@@ -1,0 +1,197 @@
+"""Whole passes of quantised layers in one call of `stack.cpp`: of a fused stack, and of a feature head."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..feature_head import EPSILON, FeatureHead
+from ..fused import FusedLayer, FusedStack, RootMeanSquare
+from ..kv_cache import RowCache
+from . import build
+from .build import checked, library
+from .products import Blocks
+
+logger = logging.getLogger("lossytune")
+
+#: (kind of layer, positions (n,)) -> cos and sin (n, size), the first half of the sines negative
+Turns = Callable[[str, Tensor], tuple[Tensor, Tensor]]
+
+_ACTIVATIONS = {"silu": 0, "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
+#: rotary positions that depend on the text's length
+_MOVING = {"dynamic", "longrope"}
+_MATRICES = ("qkv", "out", "gate_up", "down")
+_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+#: positions whose angles are made at a time
+_ANGLES = 1024
+
+
+class Unfit(Exception):
+    """A part that the compiled code has not."""
+
+
+class NativeLayers:
+    """Dense passes of layers whose matrices are all `Blocks`, over a RowCache in fp32."""
+
+    def __init__(
+        self,
+        layers: Sequence[FusedLayer],
+        norm: RootMeanSquare,
+        heads: tuple[int, int, int],
+        scale: float,
+        turns: Turns,
+        kinds: Sequence[str] = (),
+        window: int = 0,
+        head_epsilon: float = 0.0,
+    ) -> None:
+        """heads: of q, of k and v, and their size. scale: of the scores. turns: of every position from 0 on. kinds: of
+        layers, as `kv_cache.layer_types`; () for full attention in all. window: of the sliding ones. head_epsilon: of the
+        norms of q and k. Raises `Unfit`."""
+        code = library()
+        if code is None:
+            raise Unfit("there is no compiled code")
+        self._code, self._turns = code, turns
+        self._kept: list[Any] = []  # what the compiled code has addresses of
+        self.kinds = list(kinds) or ["full_attention"] * len(layers)
+        self.kv_heads, self.size = heads[1:]
+        parts = (build.Layer * len(layers))()
+        for index, layer in enumerate(layers):
+            parts[index] = self._layer(layer, window if self.kinds[index] == "sliding_attention" else 0)
+        names = {getattr(layer.activation, "__name__", type(layer.activation).__name__) for layer in layers}
+        if len(names) != 1 or not names <= set(_ACTIVATIONS):
+            raise Unfit(f"activation {', '.join(sorted(names))}")
+        norms = [norm, *(part for layer in layers for name in _NORMS if (part := getattr(layer, name)) is not None)]
+        if len({part.epsilon for part in norms}) != 1:
+            raise Unfit("norms with unlike epsilons")
+        hidden, middle = parts[0].qkv.inputs, parts[0].down.inputs
+        self._shape = build.Stack(
+            parts, self._address(norm.weight), len(parts), hidden, *heads, middle,
+            _ACTIVATIONS[names.pop()], scale, norm.epsilon, head_epsilon,
+        )  # fmt: skip
+        self._kept.append(parts)
+        self._angles: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def _layer(self, layer: FusedLayer, window: int) -> build.Layer:
+        result = build.Layer(window=window)
+        for name in _MATRICES:
+            part = getattr(layer, name)
+            if not isinstance(getattr(part, "packed", None), Blocks):
+                raise Unfit(f"{name} is not packed for the compiled code")
+            self._kept.append(part)
+            setattr(result, name, part.packed.matrix(part.bias))
+        for name in _NORMS:
+            norm = getattr(layer, name)
+            if norm is not None:
+                if not isinstance(norm, RootMeanSquare) or norm.narrow:
+                    raise Unfit(f"{name} is another norm")
+                setattr(result, name, self._address(norm.weight))
+        if layer.head_weights is not None:
+            result.head_weights = self._address(layer.head_weights)
+        return result
+
+    def _address(self, weight: Tensor) -> int:
+        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+            raise Unfit(f"weights in {weight.dtype} on {weight.device}")
+        self._kept.append(weight.contiguous())
+        return int(self._kept[-1].data_ptr())
+
+    def through(self, x: Tensor, starts: Sequence[int], cache: RowCache) -> Tensor:
+        """Final normed states (batch, n, hidden) of the stream x (batch, n, hidden), which is overwritten. Row i goes to
+        slots from starts[i] on, and the cache has been told so."""
+        rows, count = x.shape[:2]
+        for layer in cache.layers:
+            if not layer.is_initialized:
+                empty = x.new_empty(rows, self.kv_heads, 0, self.size)
+                layer.lazy_initialization(empty, empty)
+        positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten()
+        turns = {kind: self._turned(kind, positions) for kind in set(self.kinds)}
+        number, pointer, layers = ctypes.c_int64, ctypes.c_void_p, len(self.kinds)
+        what = build.Pass(
+            (pointer * layers)(*[layer.keys.data_ptr() for layer in cache.layers]),
+            (pointer * layers)(*[layer.values.data_ptr() for layer in cache.layers]),
+            (number * rows)(*starts),
+            (number * layers)(*[layer.keys.shape[2] for layer in cache.layers]),
+            (pointer * layers)(*[turns[kind][0].data_ptr() for kind in self.kinds]),
+            (pointer * layers)(*[turns[kind][1].data_ptr() for kind in self.kinds]),
+            rows, count, torch.get_num_threads(),
+        )  # fmt: skip
+        x = x.contiguous()
+        checked(self._code.lossyspec_pass(ctypes.byref(self._shape), ctypes.byref(what), x.data_ptr()))
+        return x
+
+    def _turned(self, kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        needed, known = int(positions.max()) + 1, self._angles.get(kind)
+        if known is None or len(known[0]) < needed:
+            cos, sin = self._turns(kind, torch.arange(-(-needed // _ANGLES) * _ANGLES))
+            known = self._angles[kind] = (cos.float().contiguous(), sin.float().contiguous())
+        return known[0][positions], known[1][positions]
+
+
+class NativeStack(NativeLayers):
+    """The same of a fused stack."""
+
+    def __init__(self, stack: FusedStack) -> None:
+        """Raises `Unfit`."""
+        config = stack.model.config.get_text_config()
+        ropes = getattr(stack.model.base_model.rotary_emb, "rope_type", "default")
+        if not _MOVING.isdisjoint(ropes.values() if isinstance(ropes, dict) else [ropes]):
+            raise Unfit("rotary positions that depend on the text's length")
+        limit = getattr(config, "max_position_embeddings", None)
+
+        def turns(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+            inside = positions if limit is None else positions.clamp_max(limit - 1)  # what pads a row may lie past the end
+            cos, sin = stack.turns(torch.empty(0), inside[None], kind)
+            return cos[0], sin[0]
+
+        super().__init__(
+            stack.layers, stack.norm, (stack.heads, stack.kv_heads, stack.size), stack.scale, turns, stack.kinds,
+            getattr(config, "sliding_window", None) or 0, stack.head_epsilon,
+        )  # fmt: skip
+        self._embed = stack.model.base_model.embed_tokens
+
+    def hidden(self, tokens: Tensor, starts: Sequence[int], cache: RowCache) -> Tensor:
+        """Final states (batch, n, hidden) of tokens (batch, n); see `through`."""
+        return self.through(self._embed(tokens), starts, cache)
+
+
+def native_stack(stack: FusedStack | None) -> NativeStack | None:
+    """The passes of a stack by the compiled code; None, with the reason in the debug log, where it has not all parts."""
+    if stack is None:
+        return None
+    try:
+        return NativeStack(stack)
+    except Unfit as reason:
+        logger.debug("quantised passes run by torch's operations: %s", reason)
+        return None
+
+
+def native_head(head: FeatureHead, packed: Callable[[Any], Any]) -> NativeLayers | None:
+    """The same for the blocks of a feature head and the norm behind them. packed: the matrix of one of its modules."""
+    shape = head.shape
+    size = shape.width // shape.heads
+
+    def norm(module: Any) -> RootMeanSquare:
+        return RootMeanSquare(module.weight.detach(), EPSILON)
+
+    def turns(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (part[0, 0] for part in head.rope(positions[None], torch.float32))
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+    def layer(block: Any) -> FusedLayer:
+        return FusedLayer(
+            norm(block.norm_attention), packed(block.qkv), None, packed(block.out), None,
+            norm(block.norm_mlp), packed(block.gate_up), F.silu, packed(block.down), None,
+        )  # fmt: skip
+
+    layers = [layer(block) for block in head.blocks]
+    try:
+        return NativeLayers(layers, norm(head.norm), (shape.heads, shape.kv_heads, size), size**-0.5, turns)
+    except Unfit as reason:
+        logger.debug("the draft head runs by torch's operations: %s", reason)
+        return None

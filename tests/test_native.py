@@ -1,0 +1,252 @@
+"""Passes by our own compiled code: products against exact ones, passes against torch's operations, and doing without."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decoding import lively_model
+from test_feature_head import tiny_head
+from torch import Tensor
+
+from lossyspec.fused import Dense
+from lossyspec.head_drafting import FeatureDraft
+from lossyspec.likeness import apart
+from lossyspec.native import build, products
+from lossyspec.native.passes import native_stack
+from lossyspec.packed import CPU, NATIVE
+from lossyspec.quantised import Int4, Int8, quantise
+from lossyspec.runner import Runner
+
+compiled = pytest.mark.skipif(build.library() is None, reason="no C++ compiler, or a CPU without AVX2")
+FAMILY = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
+
+
+def matrix(kind: type[Any], rows: int, width: int, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, width, generator=generator) * 10 ** torch.randn(rows, 1, generator=generator)
+    return kind.of(Dense(weight, None), NATIVE)
+
+
+def exact(part: Any, x: Tensor) -> Tensor:
+    return x.double() @ part.dense().double().T
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([Int4, Int8]), st.integers(1, 40), st.integers(1, 70), st.integers(1, 9), st.integers(0, 1000))
+def test_a_product_is_off_by_half_a_step_of_the_second_digit_at_most(
+    kind: type[Any], count: int, rows: int, groups: int, seed: int
+) -> None:
+    part = matrix(kind, rows, groups * (32 if kind is Int4 else 4), seed)
+    x = torch.randn(count, part.packed.inputs, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 7 - 3)
+    bound = 0.51 / 7938 * x.abs().amax(-1, keepdim=True) * part.dense().abs().double().sum(-1)
+    assert bool(((part(x) - exact(part, x)).abs() <= bound + 1e-5 * exact(part, x.abs()).abs() + 1e-30).all())
+
+
+@compiled
+@pytest.mark.parametrize("kind", [Int4, Int8])
+def test_a_row_is_the_same_to_the_bit_in_any_company(kind: type[Any]) -> None:
+    part = matrix(kind, 100, 192)
+    x = torch.randn(21, 192)
+    x[3] *= 1e4
+    x[7] *= 1e-6
+    x[9] = 0.0
+    together = part(x)
+    for row in range(21):
+        assert torch.equal(part(x[row : row + 1]), together[row : row + 1])
+    assert torch.equal(part(x[2:9]), together[2:9])
+    assert not together[9].any()
+
+
+@compiled
+@pytest.mark.parametrize("kind", [Int4, Int8])
+def test_the_largest_numbers_do_not_overflow(kind: type[Any]) -> None:
+    weight = torch.ones(32, 4096)
+    weight[1::2] = -1.0
+    weight[:, 0] *= 15.0 if kind is Int4 else 1.0
+    part = kind.of(Dense(weight, None), NATIVE)
+    x = torch.full((9, 4096), -3.0)
+    torch.testing.assert_close(part(x), exact(part, x).float(), rtol=1e-5, atol=0.0)
+
+
+@compiled
+@pytest.mark.parametrize("kind", [Int4, Int8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_spoils_its_own_row_and_shows(kind: type[Any], bad: float) -> None:
+    part = matrix(kind, 48, 64)
+    x = torch.randn(5, 64)
+    want = part(x)
+    x[2, 63] = bad
+    got = part(x)
+    assert bool(got[2].isnan().all())
+    assert torch.equal(got[[0, 1, 3, 4]], want[[0, 1, 3, 4]])
+
+
+@compiled
+def test_int8_weights_come_out_as_they_went_in() -> None:
+    weight = torch.randint(-127, 128, (37, 68), dtype=torch.int8)
+    assert torch.equal(products.unpack8(products.pack8(weight, torch.ones(37))), weight)
+
+
+@compiled
+def test_the_numbers_are_those_of_torchs_kernels_with_more_digits() -> None:
+    for kind in (Int4, Int8):
+        generator = torch.Generator().manual_seed(0)
+        whole = Dense(torch.randn(48, 64, generator=generator), torch.randn(48, generator=generator))
+        mine, theirs = kind.of(whole, NATIVE), kind.of(whole, CPU)
+        assert torch.equal(mine.dense(), theirs.dense())
+        x = torch.randn(2, 3, 64, generator=generator)
+        assert whole.bias is not None
+        want = x @ mine.dense().T + whole.bias
+        assert float((mine(x) - want).abs().max()) < 0.1 * float((theirs(x) - want).abs().max())
+
+
+def pair(architecture: str, precision: str) -> tuple[Runner, Runner]:
+    """A runner by the compiled code, and one by torch's operations over the same products."""
+    model = lively_model(architecture)
+    stack = quantise(model, precision)
+    ours, theirs = (Runner(model, stack=stack) for _ in range(2))
+    assert ours._native is not None
+    theirs._native = None
+    return ours, theirs
+
+
+@compiled
+@pytest.mark.parametrize("architecture", FAMILY)
+@pytest.mark.parametrize("precision", ["int8", "int4", "int4-int8"])
+def test_passes_are_those_of_torchs_operations(architecture: str, precision: str) -> None:
+    prompts = [list(range(3, 33)), [5, 6, 7], list(range(40, 60))]  # beyond the window of 16, within, beyond
+    both = pair(architecture, precision)
+    generator = torch.Generator().manual_seed(0)
+    starts, rejected = [len(prompt) - 1 for prompt in prompts], [0, 3, 1]
+    for runner in both:
+        runner.start(prompts, 80)
+    for count in (1, 4, 11, 1):  # fewer than a block of rows, more than one
+        tokens = torch.randint(3, 90, (3, count), generator=generator)
+        mine, theirs = (runner.logits(tokens, starts) for runner in both)
+        assert apart(mine, theirs) < 2e-3  # roundings of digits, which differ where a sum was added in another order
+        for one, other in zip(both[0].cache.layers, both[1].cache.layers, strict=True):
+            torch.testing.assert_close(one.keys, other.keys, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(one.values, other.values, rtol=1e-2, atol=1e-2)
+        starts = [start + max(0, count - back) for start, back in zip(starts, rejected, strict=True)]
+
+
+@compiled
+def test_a_token_of_a_pass_is_the_same_to_the_bit_whatever_it_verifies_beside_it() -> None:
+    runner, _ = pair("qwen3", "int4")
+    tokens, prompt = torch.tensor([[6, 9, 30, 4, 77, 12, 8, 15, 21, 40]]), list(range(3, 20))
+    runner.start([prompt], 64)
+    together = runner.logits(tokens, [16])
+    runner.start([prompt, [5, 6]], 64)
+    for column in range(10):
+        alone = runner.logits(torch.stack([tokens[0, column : column + 1], torch.tensor([7])]), [16 + column, 1 + column])
+        assert torch.equal(alone[0], together[0, column : column + 1])
+
+
+@compiled
+def test_a_number_that_is_not_finite_is_reported() -> None:
+    from lossyspec.errors import NumericalError
+
+    runner, _ = pair("llama", "int8")
+    with torch.no_grad():
+        runner.model.base_model.embed_tokens.weight[9] = float("nan")
+    runner.start([[3, 4], [5, 6]], 16)
+    with pytest.raises(NumericalError, match="position 1 of row 1"):
+        runner.logits(torch.tensor([[4], [9]]), [1, 1])
+
+
+@compiled
+@pytest.mark.parametrize("width", [32, 64])
+def test_a_packed_draft_head_steps_as_by_torchs_operations(width: int) -> None:
+    model = lively_model("llama")
+    drafts = [FeatureDraft(tiny_head(width=width), copy.deepcopy(model), 90, packed=True) for _ in range(2)]
+    assert drafts[0]._native is not None
+    drafts[1]._native = None
+    generator, outputs = torch.Generator().manual_seed(0), []
+    tokens, features = torch.randint(3, 90, (2, 6), generator=generator), torch.randn(2, 6, 32, generator=generator)
+    for draft in drafts:
+        draft.start([[3], [4]], 32)
+        with torch.inference_mode():
+            first = draft._step(tokens[:, :5], features[:, :5], [0, 2])
+            deeper = draft._step(tokens[:, 5:], first[:, -1:], [5, 3])  # the second row goes back
+        outputs.append(torch.cat([first, deeper], 1))
+    assert outputs[0].shape == (2, 6, 32)
+    assert apart(*outputs) < 2e-3
+
+
+@compiled
+def test_a_stack_with_parts_that_the_code_has_not_runs_by_torch(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "lossytune")
+    stack = quantise(lively_model("llama"), "int8")
+    stack.model.base_model.rotary_emb.rope_type = "dynamic"
+    assert native_stack(stack) is None and "depend on the text's length" in caplog.text
+    stack.model.base_model.rotary_emb.rope_type = "default"
+    object.__setattr__(stack.layers[1], "activation", torch.nn.ReLU())
+    assert native_stack(stack) is None and "activation ReLU, SiLU" in caplog.text
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Nothing compiled yet, and nothing of what is tried here kept."""
+    monkeypatch.setenv("LOSSYTUNE_CACHE", str(tmp_path))
+    monkeypatch.delenv(build.SWITCH, raising=False)
+    build.library.cache_clear()
+    yield tmp_path
+    build.library.cache_clear()
+
+
+@compiled
+def test_the_code_is_compiled_once_and_kept(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lossytune")
+    assert build.library() is not None
+    [kept] = (fresh / "native").iterdir()
+    assert kept.suffix == ".so" and caplog.text.count("compiled the passes") == 1
+    build.library.cache_clear()
+    assert build.library() is not None and caplog.text.count("compiled the passes") == 1
+
+
+def test_without_a_compiler_torchs_kernels_stay(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lossytune")
+    monkeypatch.setattr(build, "_flags", lambda: ["avx2"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert build.library() is None and "apt-get install g++" in caplog.text
+    assert isinstance(Int4.of(Dense(torch.randn(16, 32), None)).packed, Tensor)
+    stack = quantise(lively_model("llama"), "int4")
+    assert native_stack(stack) is None
+
+
+@pytest.mark.parametrize("switch", ["off", "0", "OFF"])
+def test_it_can_be_turned_off(switch: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.SWITCH, switch)
+    assert build.library() is None and not list(fresh.iterdir())
+
+
+def test_a_cpu_without_the_instructions_has_none(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_flags", lambda: ["asimd"])
+    assert build.library() is None and not list(fresh.iterdir())
+
+
+def test_a_compiler_that_fails_is_told_of_and_leaves_nothing(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(command: list[str], **options: Any) -> Any:
+        if "--version" in command:
+            return subprocess.CompletedProcess(command, 0, "g++ 1.0", "")
+        raise subprocess.CalledProcessError(1, command, stderr="stack.cpp: out of luck")
+
+    monkeypatch.setattr(build, "_flags", lambda: ["avx2"])
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/g++")
+    monkeypatch.setattr(subprocess, "run", failing)
+    assert build.library() is None and "out of luck" in caplog.text
+    assert not list((fresh / "native").iterdir())
