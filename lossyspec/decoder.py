@@ -19,6 +19,7 @@ from .errors import ProfileMismatch
 from .guard import Guard, Watch
 from .hardware import detect_hardware
 from .loading import LoadedModel, load, same_tokenizer, shared_vocab_size, tokenizer_sha256
+from .native.build import kernels
 from .policy import Boundaries
 from .profile import Here, Match, ModelIdentity, Profile, choose, compare, device_of, read_profile
 from .prompts import Prompt, as_list, prompt_ids
@@ -30,7 +31,7 @@ from .session import Session
 from .settings import Sampling, Settings, make_sampling
 from .stats import Stats
 from .stopping import Stopping, final_text, stable_text
-from .versions import versions
+from .versions import TUNED_WITH, versions
 
 logger = logging.getLogger("lossytune")
 
@@ -288,10 +289,11 @@ class Decoder:
 
 def identify_here(target: LoadedModel, draft: LoadedDraft) -> Here:
     """This machine and these models, as a profile's match fields name them."""
+    found = versions() | ({"cpu_kernels": kernels()} if target.model.device.type == "cpu" else {})
     return Here(
         device_of(detect_hardware()),
         ModelIdentity(**target.identity),
         draft_identity(draft),
         tokenizer_sha256(target.tokenizer),
-        {name: version for name, version in versions().items() if name in ("torch", "transformers")},
+        {name: version for name, version in found.items() if name in TUNED_WITH},
     )

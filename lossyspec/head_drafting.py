@@ -56,7 +56,9 @@ class FeatureDraft:
         self.rows: Dense | Int8 = Int8.of(rows) if packed else rows
         if packed:
             _pack(self.head)
-        self._native = native_head(self.head, lambda module: module.matrix) if packed else None
+        self._native = None
+        if packed:
+            self._native = native_head(self.head, lambda module: module.matrix, weight.detach(), self.rows)
         self._cache = RowCache(head.shape.layers, 0)
         self._rope = (weight.new_zeros(1, 1, 0, 0), weight.new_zeros(1, 1, 0, 0))
         self._features = weight.new_zeros(0)
@@ -108,13 +110,15 @@ class FeatureDraft:
     @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
         """Draws from q at depth j of the round; q is 0 outside the head's token map."""
-        prefixes, feature = request.prefixes, self._catch_up(request.prefixes)
+        prefixes = request.prefixes
+        feature, logits = self._catch_up(prefixes)
 
         def law(column: int, drafted: Tensor) -> Tensor:
-            nonlocal feature
+            nonlocal feature, logits
             if column:
-                feature = self._step(drafted[:, -1:], feature, [len(prefix) - 2 + column for prefix in prefixes])[:, -1:]
-            return self._law(feature, request, drafted)
+                places = [len(prefix) - 2 + column for prefix in prefixes]
+                feature, logits = self._step(drafted[:, -1:], feature, places, [0] * len(places))
+            return self._law(logits, request, drafted)
 
         live = [limit > 0 and len(prefix) > 1 for limit, prefix in zip(request.limits, prefixes, strict=True)]
         return draw_round(request, law, live, self.device, None if request.penalised else self.support)
@@ -132,8 +136,8 @@ class FeatureDraft:
         laws = [self._logits(part[0, first:]) for part in outputs]
         return [F.pad(law, (0, 0, len(output) - len(law), 0)) for law in laws]
 
-    def _catch_up(self, prefixes: Sequence[Sequence[int]]) -> Tensor:
-        """Reads the entries of each row that have got true features; returns the last one's output (batch, 1, hidden)."""
+    def _catch_up(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Reads the entries of each row that have got true features; returns what `_step` does of the last one."""
         longest = max(max(len(prefix) - 1 - known, 1) for prefix, known in zip(prefixes, self._known, strict=True))
         # rows that lack fewer read as many, so that none writes past its own end
         counts = [min(longest, max(len(prefix) - 1, 1)) for prefix in prefixes]
@@ -142,24 +146,32 @@ class FeatureDraft:
         place = torch.tensor(starts, device=self.device)[:, None] + torch.arange(longest, device=self.device)
         place = place.clamp_max(self._features.shape[1] - 1)
         features = self._features.gather(1, place.unsqueeze(-1).expand(-1, -1, self._features.shape[-1]))
-        output = self._step(torch.tensor(tokens, device=self.device), features, starts)
         self._known = [len(prefix) - 1 for prefix in prefixes]
-        last = torch.tensor(counts, device=self.device) - 1
-        return output[torch.arange(len(prefixes), device=self.device), last].unsqueeze(1)
+        return self._step(torch.tensor(tokens, device=self.device), features, starts, [count - 1 for count in counts])
 
-    def _step(self, tokens: Tensor, features: Tensor, starts: list[int]) -> Tensor:
-        """The head over n entries of each row, written from slot starts[i]; returns (batch, n, hidden)."""
+    def _step(self, tokens: Tensor, features: Tensor, starts: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
+        """The head over n entries of each row, written from slot starts[i]: its feature (batch, 1, hidden) of entry last[i],
+        and the logits there, (batch, 1, S) fp32."""
         count = tokens.shape[1]
         self._cache.place(starts, count, self.device)
-        x = self.head.entry(F.embedding(tokens, self.embeddings), features)
         if self._native is not None:
-            return self.head.to_hidden(self._native.through(x, starts, self._cache))
+            output, logits = self._native.step(tokens, features, starts, self._cache, last)
+            return self._at(output, last), logits
+        x = self.head.entry(F.embedding(tokens, self.embeddings), features)
         rope, visible = self._places(starts, count)
         for layer, block in enumerate(self.head.blocks):
             q, k, v = block.project(x, rope)  # type: ignore[operator]
             keys, values = self._cache.update(k, v, layer)
             x = block.finish(x, F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=True))  # type: ignore[operator]
-        return self.head.output(x)
+        feature = self._at(self.head.output(x), last)
+        return feature, self._logits(feature)
+
+    def _at(self, output: Tensor, last: list[int]) -> Tensor:
+        """Column last[i] of row i of (batch, n, hidden), as (batch, 1, hidden)."""
+        if output.shape[1] == 1:
+            return output
+        place = torch.tensor(last, device=self.device)
+        return output[torch.arange(len(last), device=self.device), place].unsqueeze(1)
 
     def _places(self, starts: list[int], count: int) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Rotary positions of the entries, and what each may see (batch, 1, n, extent); None: everything."""
@@ -178,9 +190,8 @@ class FeatureDraft:
         """fp32 logits (.., S) over the support."""
         return (self.rows(feature) + self.head.bias).float()
 
-    def _law(self, feature: Tensor, request: Request, drafted: Tensor) -> Tensor:
-        """q of each row over the support, (batch, S); over all tokens when penalties or processors apply."""
-        logits = self._logits(feature)
+    def _law(self, logits: Tensor, request: Request, drafted: Tensor) -> Tensor:
+        """q of each row over the support, (batch, S), from logits there; over all tokens with penalties or processors."""
         if request.penalised:
             everywhere = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
             logits = everywhere.index_copy_(-1, self.support, logits)

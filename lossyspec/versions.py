@@ -6,6 +6,8 @@ import platform
 from importlib import metadata
 
 PACKAGES = ("lossytune", "torch", "transformers", "optuna", "numpy")
+#: those that a profile is held against; cpu_kernels: what multiplies packed weights on a CPU
+TUNED_WITH = ("torch", "transformers", "cpu_kernels")
 
 
 def versions() -> dict[str, str]:

@@ -42,6 +42,7 @@ from lossyspec.tuner.distill.training import (
     batches,
     frequent_tokens,
     learning_rate,
+    over_tokens,
     rolled_out,
 )
 from lossyspec.tuner.progress import Reporter
@@ -191,6 +192,19 @@ def test_learning_rate_and_token_map(tmp_path: Path) -> None:
     counts = torch.bincount(shard.tokens[~shard.forced].long(), minlength=101)
     assert ids.tolist() == sorted(ids.tolist()) and len(ids) == 20
     assert coverage == pytest.approx(float(counts.sort(descending=True).values[:20].sum() / counts.sum()))
+
+
+def test_a_head_goes_on_over_other_tokens() -> None:
+    torch.manual_seed(0)
+    head = FeatureHead(HeadShape(32, 32, 4, 4, 96, 1, 3), torch.tensor([4, 7, 9]))
+    with torch.no_grad():
+        head.bias.copy_(torch.tensor([0.4, 0.7, 0.9]))
+    other = over_tokens(head, torch.tensor([2, 4, 9, 11]))
+    assert other.token_map.tolist() == [2, 4, 9, 11] and other.shape.vocab == 4
+    torch.testing.assert_close(other.bias.detach(), torch.tensor([0.0, 0.4, 0.9, 0.0]))
+    embeddings, features = torch.randn(2, 1, 5, 32)
+    for mine, theirs in zip(head.unroll(embeddings, features, 2), other.unroll(embeddings, features, 2), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_the_whole_job_resumes_and_its_head_drafts(tmp_path: Path) -> None:

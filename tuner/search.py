@@ -237,6 +237,7 @@ class Search:
                 ("workload", manifest.workload.get("sha256"), self.workload.sha256),
                 ("device", manifest.hardware.get("name"), here.device.name),
                 ("target", manifest.target.get("weights_sha256"), here.target.weights_sha256),
+                ("CPU's kernel", manifest.versions.get("cpu_kernels"), here.versions.get("cpu_kernels")),
             ):
                 if then != now:
                     raise ConfigurationError(
@@ -257,7 +258,7 @@ class Search:
             sampling=self.sampling,
             workload=self._workload_note(),
             hardware=hardware,
-            versions=versions(),
+            versions=versions() | here.versions,
             config=config,
             space=self.space.describe(),
             excluded=self.space.excluded,

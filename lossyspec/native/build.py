@@ -57,6 +57,8 @@ class Stack(ctypes.Structure):
         ("norm", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "hidden", "heads", "kv_heads", "size", "middle", "activation")),
         *((name, ctypes.c_float) for name in ("scale", "epsilon", "head_epsilon")),
+        ("table", ctypes.c_void_p),
+        *((name, Matrix) for name in ("entry", "exit")),
     )
 
 
@@ -68,6 +70,9 @@ class Pass(ctypes.Structure):
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("starts", "slots")),
         *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("cosines", "sines")),
         *((name, ctypes.c_int64) for name in ("rows", "count", "threads")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "features")),
+        ("picks", ctypes.POINTER(ctypes.c_int64)),
+        ("logits", ctypes.c_void_p),
     )
 
 
@@ -91,6 +96,11 @@ def library() -> ctypes.CDLL | None:
         said = getattr(problem, "stderr", None) or str(problem)
         logger.warning("quantised passes by torch's kernels, which are slower: %s failed: %s", compiler, said.strip()[-500:])
         return None
+
+
+def kernels() -> str:
+    """What multiplies packed weights on this CPU, as runs and profiles record it: native or torch."""
+    return "native" if library() is not None else "torch"
 
 
 def _built(compiler: str, source: Path, flags: list[str]) -> Path:

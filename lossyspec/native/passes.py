@@ -101,9 +101,9 @@ class NativeLayers:
         self._kept.append(weight.contiguous())
         return int(self._kept[-1].data_ptr())
 
-    def through(self, x: Tensor, starts: Sequence[int], cache: RowCache) -> Tensor:
+    def through(self, x: Tensor, starts: Sequence[int], cache: RowCache, **more: Any) -> Tensor:
         """Final normed states (batch, n, hidden) of the stream x (batch, n, hidden), which is overwritten. Row i goes to
-        slots from starts[i] on, and the cache has been told so."""
+        slots from starts[i] on, and the cache has been told so. more: fields of the pass."""
         rows, count = x.shape[:2]
         for layer in cache.layers:
             if not layer.is_initialized:
@@ -121,6 +121,8 @@ class NativeLayers:
             (pointer * layers)(*[turns[kind][1].data_ptr() for kind in self.kinds]),
             rows, count, torch.get_num_threads(),
         )  # fmt: skip
+        for name, value in more.items():
+            setattr(what, name, value)
         x = x.contiguous()
         checked(self._code.lossyspec_pass(ctypes.byref(self._shape), ctypes.byref(what), x.data_ptr()))
         return x
@@ -171,27 +173,58 @@ def native_stack(stack: FusedStack | None) -> NativeStack | None:
         return None
 
 
-def native_head(head: FeatureHead, packed: Callable[[Any], Any]) -> NativeLayers | None:
-    """The same for the blocks of a feature head and the norm behind them. packed: the matrix of one of its modules."""
-    shape = head.shape
-    size = shape.width // shape.heads
+class NativeHead(NativeLayers):
+    """Steps of a feature head: embeddings and features in, its own features and logits over its token map out."""
 
-    def norm(module: Any) -> RootMeanSquare:
-        return RootMeanSquare(module.weight.detach(), EPSILON)
+    def __init__(self, head: FeatureHead, packed: Callable[[Any], Any], embeddings: Tensor, rows: Any) -> None:
+        """packed: the matrix of one of the head's modules. rows: the target's output rows. Raises `Unfit`."""
+        shape = head.shape
+        size = shape.width // shape.heads
 
-    def turns(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = (part[0, 0] for part in head.rope(positions[None], torch.float32))
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        def norm(module: Any) -> RootMeanSquare:
+            return RootMeanSquare(module.weight.detach(), EPSILON)
 
-    def layer(block: Any) -> FusedLayer:
-        return FusedLayer(
-            norm(block.norm_attention), packed(block.qkv), None, packed(block.out), None,
-            norm(block.norm_mlp), packed(block.gate_up), F.silu, packed(block.down), None,
+        def turns(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = (part[0, 0] for part in head.rope(positions[None], torch.float32))
+            return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+        def layer(block: Any) -> FusedLayer:
+            return FusedLayer(
+                norm(block.norm_attention), packed(block.qkv), None, packed(block.out), None,
+                norm(block.norm_mlp), packed(block.gate_up), F.silu, packed(block.down), None,
+            )  # fmt: skip
+
+        heads = (shape.heads, shape.kv_heads, size)
+        super().__init__([layer(block) for block in head.blocks], norm(head.norm), heads, size**-0.5, turns)
+        if shape.width != shape.hidden:
+            raise Unfit("the head is of another width than its target")
+        bias, parts = head.bias.detach(), (packed(head.fc).packed, rows.packed)
+        if not all(isinstance(part, Blocks) for part in parts):
+            raise Unfit("its matrices are not packed for the compiled code")
+        self._shape.table, self._outputs = self._address(embeddings), shape.vocab
+        self._address(bias)
+        self._shape.entry, self._shape.exit = parts[0].matrix(), parts[1].matrix(bias)
+        self._kept += parts
+
+    def step(
+        self, tokens: Tensor, features: Tensor, starts: Sequence[int], cache: RowCache, picks: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Features (batch, n, hidden) after tokens (batch, n) with the target's or its own features (batch, n, hidden), and
+        fp32 logits (batch, 1, S) after column picks[i] of row i."""
+        rows, count, width = features.shape
+        tokens, features, x = tokens.contiguous(), features.contiguous(), features.new_empty(rows, count, width)
+        logits = features.new_empty(rows, 1, self._outputs)
+        x = self.through(
+            x, starts, cache, tokens=tokens.data_ptr(), features=features.data_ptr(),
+            picks=(ctypes.c_int64 * rows)(*picks), logits=logits.data_ptr(),
         )  # fmt: skip
+        return x, logits
 
-    layers = [layer(block) for block in head.blocks]
+
+def native_head(head: FeatureHead, packed: Callable[[Any], Any], embeddings: Tensor, rows: Any) -> NativeHead | None:
+    """The steps of a packed head by the compiled code; None, with the reason in the log, where it has not all parts."""
     try:
-        return NativeLayers(layers, norm(head.norm), (shape.heads, shape.kv_heads, size), size**-0.5, turns)
+        return NativeHead(head, packed, embeddings, rows)
     except Unfit as reason:
         logger.debug("the draft head runs by torch's operations: %s", reason)
         return None

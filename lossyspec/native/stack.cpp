@@ -14,18 +14,22 @@
 #include <cstdlib>
 #include <cstring>
 #include <immintrin.h>
+#include <initializer_list>
 #include <omp.h>
 
 namespace {
 
 constexpr int LANES = 16, GROUP = 32, GROUP4_BYTES = 320, ROWS = 8;
-constexpr int AHEAD = 8192;  // bytes of weights that are fetched ahead: the hardware alone stays behind
+constexpr int AHEAD = 16384;  // bytes of weights that are fetched ahead: the hardware alone stays behind
 constexpr float MOST = 63.0f, SECOND = 126.0f;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
+typedef int32_t QuarterPlaces __attribute__((vector_size(16)));
 typedef int8_t Digits16 __attribute__((vector_size(16)));
 typedef int8_t LooseDigits16 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef float LooseFloats __attribute__((vector_size(64), aligned(4), may_alias));
@@ -44,13 +48,24 @@ inline Floats load_bf16(const uint8_t* from) {
 inline Ints nearest(Floats x) { return __builtin_convertvector(x + (x < Floats{} ? all(-0.5f) : all(0.5f)), Ints); }
 inline int nearest(float x) { return (int)(x + (x < 0.0f ? -0.5f : 0.5f)); }
 
-inline float total(Floats values) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Quarter __attribute__((vector_size(16)));
+// Sums of four by four lanes.
+inline Quarter quarters(Floats values) {
     union { Floats whole; Eight half[2]; } sixteen{values};
     union { Eight whole; Quarter half[2]; } eight{sixteen.half[0] + sixteen.half[1]};
-    const Quarter four = eight.half[0] + eight.half[1];
+    return eight.half[0] + eight.half[1];
+}
+
+inline float total(Floats values) {
+    const Quarter four = quarters(values);
     return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// The same of four at once.
+inline Quarter totals(const Floats* values) {
+    const Quarter a = quarters(values[0]), b = quarters(values[1]), c = quarters(values[2]), d = quarters(values[3]);
+    const Quarter ab = __builtin_shuffle(a, b, QuarterPlaces{0, 4, 1, 5}) + __builtin_shuffle(a, b, QuarterPlaces{2, 6, 3, 7});
+    const Quarter cd = __builtin_shuffle(c, d, QuarterPlaces{0, 4, 1, 5}) + __builtin_shuffle(c, d, QuarterPlaces{2, 6, 3, 7});
+    return __builtin_shuffle(ab, cd, QuarterPlaces{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, QuarterPlaces{2, 3, 6, 7});
 }
 
 // Adds to each lane its four products of unsigned and signed bytes. Where two products are added in 16 bits, 7 bits of one
@@ -118,6 +133,9 @@ struct Stack {
     const float* norm;
     int64_t count, hidden, heads, kv_heads, size, middle, activation;  // activation 0: silu, 1: gelu by tanh
     float scale, epsilon, head_epsilon;
+    // of a draft head, or null: embeddings (vocab, width), the matrix that joins one with a feature, and the output rows
+    const float* table;
+    Matrix entry, exit;
 };
 
 // One pass: `rows` of `count` tokens each. keys, values: by layer (rows, kv_heads, slots, size). starts: by row, where its
@@ -127,6 +145,11 @@ struct Pass {
     const int64_t *starts, *slots;
     const float *const *cosines, *const *sines;
     int64_t rows, count, threads;
+    // of a draft head, or null: (rows, count); (rows, count, width); by row, the token whose logits (rows, outputs) are wanted
+    const int64_t* tokens;
+    const float* features;
+    const int64_t* picks;
+    float* logits;
 };
 
 }  // extern "C"
@@ -205,7 +228,7 @@ inline void block4(const uint8_t* block, const Digits& x, int64_t row, Floats* r
     for (int64_t group = 0; group < groups; group++, block += GROUP4_BYTES) {
         Ints first[N] = {}, second[N] = {};
         for (int j = 0; j < 4; j++) {
-            __builtin_prefetch(block + 64 * j + AHEAD);
+            __builtin_prefetch(block + 64 * j + AHEAD, 0, 2);
             Bytes both = *(const LooseBytes*)(block + 64 * j);
             Bytes low = both & 15, high = both >> 4;
             for (int n = 0; n < N; n++) {
@@ -216,7 +239,7 @@ inline void block4(const uint8_t* block, const Digits& x, int64_t row, Floats* r
                 second[n] = dot(second[n], high, four(x.second + at + 4));
             }
         }
-        __builtin_prefetch(block + 256 + AHEAD);
+        __builtin_prefetch(block + 256 + AHEAD, 0, 2);
         const Floats scale = load_bf16(block + 256), middle = load_bf16(block + 288);
         for (int n = 0; n < N; n++) {
             Floats whole = __builtin_convertvector(first[n], Floats) * SECOND + __builtin_convertvector(second[n], Floats);
@@ -230,16 +253,25 @@ inline void block4(const uint8_t* block, const Digits& x, int64_t row, Floats* r
 
 template <int N>
 inline void block8(const uint8_t* block, const Digits& x, int64_t row, Floats* result) {
-    Ints first[N] = {}, second[N] = {};
-    for (int64_t i = 0; i < x.width; i += 4, block += 64) {
-        __builtin_prefetch(block + AHEAD);
+    // with few rows, sums in several chains: one product waits for the last of its chain
+    constexpr int CHAINS = N < 3 ? 4 : N < 5 ? 2 : 1;
+    Ints first[N * CHAINS] = {}, second[N * CHAINS] = {};
+    auto step = [&](int64_t i, int chain) {
+        __builtin_prefetch(block + AHEAD, 0, 2);
         Bytes weights = *(const LooseBytes*)block;
         for (int n = 0; n < N; n++) {
             const int64_t at = (row + n) * x.width + i;
-            first[n] = dot(first[n], four(x.first + at), weights);
-            second[n] = dot(second[n], four(x.second + at), weights);
+            first[n + N * chain] = dot(first[n + N * chain], four(x.first + at), weights);
+            second[n + N * chain] = dot(second[n + N * chain], four(x.second + at), weights);
         }
-    }
+        block += 64;
+    };
+    int64_t i = 0;
+    for (; i + 4 * CHAINS <= x.width; i += 4 * CHAINS)
+        for (int chain = 0; chain < CHAINS; chain++) step(i + 4 * chain, chain);
+    for (; i < x.width; i += 4) step(i, 0);
+    for (int chain = 1; chain < CHAINS; chain++)
+        for (int n = 0; n < N; n++) first[n] += first[n + N * chain], second[n] += second[n + N * chain];
     const Floats scale = load((const float*)block);
     const Ints shift = *(const Ints*)(const void*)__builtin_assume_aligned(block + 64, 64);
     for (int n = 0; n < N; n++) {
@@ -266,6 +298,12 @@ void product(const Matrix& matrix, const Digits& x, int64_t rows, float* y, bool
             kernels[some - 1](matrix.blocks + block * bytes, x, row, result);
             for (int64_t n = 0; n < some; n++) {
                 float* to = y + (row + n) * matrix.outputs + block * LANES;
+                if (lanes == LANES) {
+                    Floats value = result[n];
+                    if (matrix.bias) value += load(matrix.bias + block * LANES);
+                    store(to, add ? load(to) + value : value);
+                    continue;
+                }
                 for (int64_t lane = 0; lane < lanes; lane++) {
                     float value = result[n][lane];
                     if (matrix.bias) value += matrix.bias[block * LANES + lane];
@@ -276,7 +314,7 @@ void product(const Matrix& matrix, const Digits& x, int64_t rows, float* y, bool
     }
 }
 
-// y = x over its root mean square, times the weight; or y += that.
+// y = x over its root mean square, times the weight where there is one; or y += that.
 void rms_norm(const float* x, const float* weight, float epsilon, int64_t width, float* y, bool add) {
     Floats squares = {};
     int64_t at = 0;
@@ -285,7 +323,7 @@ void rms_norm(const float* x, const float* weight, float epsilon, int64_t width,
     for (; at < width; at++) sum += x[at] * x[at];
     const float unit = 1.0f / std::sqrt(sum / width + epsilon);
     for (int64_t i = 0; i < width; i++) {
-        const float value = x[i] * unit * weight[i];
+        const float value = x[i] * unit * (weight ? weight[i] : 1.0f);
         y[i] = add ? y[i] + value : value;
     }
 }
@@ -306,22 +344,27 @@ void attend(const float* const* q, int64_t tokens, const float* keys, const floa
             int64_t window, float* scores, int64_t stride, float* const* y) {
     const int64_t end = first_slot + tokens;
     const int64_t begin = window && first_slot + 1 > window ? first_slot + 1 - window : 0;
-    for (int64_t slot = begin; slot < end; slot++) {
-        const float* key = keys + slot * size;
-        for (int64_t n = 0; n < tokens; n++) {
-            Floats sum = {}, other = {};
-            int64_t i = 0;
-            for (; i + 2 * LANES <= size; i += 2 * LANES) {
-                sum += load(q[n] + i) * load(key + i);
-                other += load(q[n] + i + LANES) * load(key + i + LANES);
-            }
-            for (; i + LANES <= size; i += LANES) sum += load(q[n] + i) * load(key + i);
-            float score = total(sum + other);
-            for (; i < size; i++) score += q[n][i] * key[i];
-            const int64_t last = first_slot + n;
-            const bool seen = slot <= last && (!window || slot > last - window);
-            scores[n * stride + slot - begin] = seen ? score : -INFINITY;
+    for (int64_t n = 0; n < tokens; n++) {
+        const int64_t last = first_slot + n, seen = window && last + 1 - window > begin ? last + 1 - window : begin;
+        float* row = scores + n * stride - begin;
+        for (int64_t slot = begin; slot < seen; slot++) row[slot] = -INFINITY;
+        int64_t slot = seen;
+        for (; slot + 4 <= last + 1; slot += 4) {
+            Floats sums[4] = {};
+            for (int64_t i = 0; i + LANES <= size; i += LANES)
+                for (int j = 0; j < 4; j++) sums[j] += load(q[n] + i) * load(keys + (slot + j) * size + i);
+            Quarter four = totals(sums);
+            for (int64_t i = size / LANES * LANES; i < size; i++)
+                for (int j = 0; j < 4; j++) four[j] += q[n][i] * keys[(slot + j) * size + i];
+            std::memcpy(row + slot, &four, sizeof four);
         }
+        for (; slot <= last; slot++) {
+            Floats sums[4] = {};
+            for (int64_t i = 0; i + LANES <= size; i += LANES) sums[0] += load(q[n] + i) * load(keys + slot * size + i);
+            row[slot] = totals(sums)[0];
+            for (int64_t i = size / LANES * LANES; i < size; i++) row[slot] += q[n][i] * keys[slot * size + i];
+        }
+        for (slot = last + 1; slot < end; slot++) row[slot] = -INFINITY;
     }
     const int64_t length = end - begin, padded = (length + LANES - 1) / LANES * LANES;
     for (int64_t n = 0; n < tokens; n++) {
@@ -416,8 +459,8 @@ int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
     for (int64_t row = 0; row < pass->rows; row++)
         longest = pass->starts[row] > longest ? pass->starts[row] : longest;
     const int64_t stride = (longest + pass->count + LANES) / LANES * LANES;
-    const int64_t broadest = middle > hidden ? (middle > attended_width ? middle : attended_width)
-                                             : (hidden > attended_width ? hidden : attended_width);
+    int64_t broadest = stack->entry.inputs;
+    for (int64_t width : {middle, hidden, attended_width}) broadest = width > broadest ? width : broadest;
     const int64_t a_numbers = tokens * (2 * middle > wide ? 2 * middle : wide), b_numbers = tokens * broadest;
     const int64_t per_thread = ROWS * stride + broadest + 2 * LANES;
     const size_t digit_bytes = (Digits::bytes(tokens, broadest) + 63) / 64 * 64;
@@ -428,6 +471,18 @@ int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
     {
         const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
         float *scores = scratch + thread * per_thread, *line = scores + ROWS * stride;
+        if (stack->table) {
+            const int64_t width = stack->entry.inputs / 2;
+            Digits joined(place, tokens, 2 * width);
+#pragma omp for schedule(static)
+            for (int64_t token = 0; token < tokens; token++) {
+                rms_norm(stack->table + pass->tokens[token] * width, nullptr, stack->epsilon, width, line, false);
+                rms_norm(pass->features + token * width, nullptr, stack->epsilon, width, line + width, false);
+                joined.set(token, line, stack->entry.bits);
+            }
+            product(stack->entry, joined, tokens, x, false, thread, threads);
+#pragma omp barrier
+        }
         for (int64_t index = 0; index < stack->count; index++) {
             const Layer& layer = stack->layers[index];
             const float *cosines = pass->cosines[index], *sines = pass->sines[index];
@@ -499,6 +554,13 @@ int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
         for (int64_t token = 0; token < tokens; token++) {
             float* stream = x + token * hidden;
             rms_norm(stream, stack->norm, stack->epsilon, hidden, stream, false);
+        }
+        if (pass->logits) {
+            Digits last(place, pass->rows, hidden);
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < pass->rows; row++)
+                last.set(row, x + (row * pass->count + pass->picks[row]) * hidden, stack->exit.bits);
+            product(stack->exit, last, pass->rows, pass->logits, false, thread, threads);
         }
     }
     return 0;

@@ -38,7 +38,7 @@ from .data import (
 from .loss import overlap
 from .openings import openings_of
 from .payoff import payoff
-from .training import Recipe, Trainer, batches, covered, frequent_tokens
+from .training import Recipe, Trainer, batches, frequent_tokens, over_tokens
 
 #: share of a budget that is spent on writing data
 _DATA_SHARE = 0.5
@@ -212,26 +212,25 @@ class Distillation:
     # training
 
     def _head(self, shards: Sequence[Path]) -> tuple[FeatureHead, float]:
-        """A fresh head of the configured sizes; its token map is kept, so that more data does not change it on resume."""
-        config, text = self.config, self.loaded.model.config.get_text_config()
-        path = self.folder / "token_map.safetensors"
-        if config.start is not None:
-            head = load_head(config.start, self.loaded)
-            return head, covered(shards, head.token_map, self.decoder.target.vocab_size)
+        """A head over the most frequent tokens of the data: fresh, of the configured sizes, or the one to go on from. The
+        token map is kept, so that more data does not change it on resume."""
+        config, path = self.config, self.folder / "token_map.safetensors"
         if not path.exists():
             ids, coverage = frequent_tokens(shards, config.vocab, self.decoder.target.vocab_size)
             write_tensors(path, {"token_map": ids, "coverage": torch.tensor(coverage)})
         stored, _ = read_tensors(path, "token_map", "coverage")
-        hidden = self.loaded.model.get_input_embeddings().weight.shape[1]
+        ids, coverage = stored["token_map"], float(stored["coverage"])
+        if config.start is not None:
+            return over_tokens(load_head(config.start, self.loaded), ids), coverage
+        text, hidden = self.loaded.model.config.get_text_config(), self.loaded.model.get_input_embeddings().weight.shape[1]
         width = config.width or hidden
         size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
         size = size if width % size == 0 else 32
         kv_heads = max(1, width // size // 3) if (width // size) % 3 == 0 else width // size
         torch.manual_seed(config.seed)
-        shape = HeadShape(
-            hidden, width, width // size, kv_heads, -(-width * 8 // 3 // 64) * 64, config.layers, len(stored["token_map"])
-        )
-        return FeatureHead(shape, stored["token_map"]), float(stored["coverage"])
+        intermediate = -(-width * 8 // 3 // 64) * 64
+        shape = HeadShape(hidden, width, width // size, kv_heads, intermediate, config.layers, len(ids))
+        return FeatureHead(shape, ids), coverage
 
     def _train(
         self, trainer: Trainer, shards: Sequence[Path], test: Callable[[], list[dict[str, Any]]]

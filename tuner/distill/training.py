@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -189,10 +189,15 @@ def frequent_tokens(shards: Sequence[Path], size: int, vocab_size: int) -> tuple
     return best.sort().values, float(counts[best].sum() / counts.sum())
 
 
-def covered(shards: Sequence[Path], token_map: Tensor, vocab_size: int) -> float:
-    """The share of the data that a token map covers."""
-    counts = _counts(shards, vocab_size)
-    return float(counts[token_map.cpu()].sum() / counts.sum())
+def over_tokens(head: FeatureHead, token_map: Tensor) -> FeatureHead:
+    """The same head over other tokens (ids, rising). Those that it had keep their bias, new ones begin without."""
+    weights, old = head.state_dict(), head.token_map.tolist()
+    known = dict(zip(old, weights["bias"].tolist(), strict=True))
+    weights["bias"] = torch.tensor([known.get(token, 0.0) for token in token_map.tolist()]).to(weights["bias"])
+    weights["token_map"] = token_map.to(weights["token_map"])
+    other = FeatureHead(replace(head.shape, vocab=len(token_map)), token_map)
+    other.load_state_dict(weights)
+    return other
 
 
 def _counts(shards: Sequence[Path], vocab_size: int) -> Tensor:
@@ -203,4 +208,4 @@ def _counts(shards: Sequence[Path], vocab_size: int) -> Tensor:
     return counts
 
 
-__all__ = ["Recipe", "Trainer", "batches", "covered", "frequent_tokens", "learning_rate", "progress", "rolled_out"]
+__all__ = ["Recipe", "Trainer", "batches", "frequent_tokens", "learning_rate", "over_tokens", "progress", "rolled_out"]
