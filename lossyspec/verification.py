@@ -144,7 +144,9 @@ def _judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uni
     following = p[torch.arange(p.shape[0], device=p.device), accepted]
     if greedy:
         return Verdict(accepted.tolist(), following.argmax(-1).tolist(), variation)
-    from_p = (alpha > 0) if settings.rule == "typical" else torch.zeros_like(alpha, dtype=torch.bool)
-    rest = _after_rejection(drafted, proposal, verification, from_p, accepted.clamp_max(width - 1))
-    following = torch.where((accepted == lengths).unsqueeze(-1), following, rest)
+    rejected = accepted < lengths
+    if p.device.type != "cpu" or bool(rejected.any()):  # elsewhere, to ask would be to wait
+        from_p = (alpha > 0) if settings.rule == "typical" else torch.zeros_like(alpha, dtype=torch.bool)
+        rest = _after_rejection(drafted, proposal, verification, from_p, accepted.clamp_max(width - 1))
+        following = torch.where(rejected.unsqueeze(-1), rest, following)
     return Verdict(accepted.tolist(), draw(following, uniforms[:, -1]).tolist(), variation)
