@@ -313,7 +313,7 @@ def test_case_17_bf16_differs_from_plain_only_at_numeric_ties() -> None:
                 target.start([prefix], len(prefix) + 1)
                 logits = target.logits(torch.tensor([prefix[-1:]]), [len(prefix) - 1])[0, 0]
                 best, other = float(logits[theirs.output[place]]), float(logits[ours.output[place]])
-                assert best - other <= torch.finfo(torch.bfloat16).eps * abs(best)  # one step of bf16
+                assert best - other <= 2 * torch.finfo(torch.bfloat16).eps * abs(best)  # a step of bf16 for each of the two
         assert equal >= len(rows) // 2
 
 
