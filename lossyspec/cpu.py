@@ -7,6 +7,7 @@ import platform
 import re
 import resource
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -58,6 +59,7 @@ class CpuInfo(BaseModel):
     memory_limit_bytes: int | None
 
 
+@lru_cache(maxsize=8)
 def multiplies_bf16(root: Path = Path("/")) -> bool:
     """Whether the CPU has units for bf16 products."""
     return not _BF16_UNITS.isdisjoint(read_cpu(root, []).isa)
@@ -167,6 +169,12 @@ def _cgroup_folders(root: Path, controller: str, notes: list[str]) -> list[Path]
         for top in dict.fromkeys((names, controller) if names else ("", "unified")):
             folders += [(root / "sys/fs/cgroup" / top).joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
     return folders
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that can be had without swapping; None where the system does not say."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", read_text_file(root / "proc/meminfo", []), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def peak_memory_bytes() -> int:

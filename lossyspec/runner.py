@@ -56,7 +56,7 @@ class Runner:
         #: (batch, n, hidden) what the output layer read in the last pass (all of the prompt's after `start`)
         self.features: Tensor | None = None
         self._fused = stack or fuse(model)
-        self._native = native_stack(self._fused) if stack is not None else None
+        self._native = native_stack(self._fused)
         self._compiled: dict[str, CompiledStack] = {}  # shared by forks
         if new_capture is None and self.device.type == "cuda":
             new_capture = partial(CudaCapture, self.device)
@@ -215,9 +215,10 @@ class Runner:
         graphs = self._graphs if passes == "graphs" and not sparse else None
         if graphs is not None and (replayed := graphs.hidden(self.cache, tokens, starts, self._pinned)) is not None:
             return replayed
-        if self._native is not None and not sparse and passes in ("eager", "graphs"):
+        native = self._native if not sparse and passes in ("eager", "graphs") else None
+        if native is not None and native.takes(tokens.numel()):
             self.cache.place(starts, tokens.shape[1], self.device)
-            return self._native.hidden(tokens, starts, self.cache)
+            return native.hidden(tokens, starts, self.cache)
         positions, mask = self._place(tokens, starts)
         if attention is not None and sparse:
             reader = SparseReader(self.check_sparse(), self.cache, attention, starts, mask)
@@ -237,7 +238,7 @@ class Runner:
         """The same with the output layer: (batch, n, vocab)."""
         if self._fused is not None:
             self.features = self._hidden(tokens, starts, attention, self.how)
-            return self._fused.logits(self.features)
+            return (self._native or self._fused).logits(self.features)
         # the model's own forward, since what lies between the last norm and the logits differs (scales, caps)
         with self.model.get_output_embeddings().register_forward_pre_hook(self._store_features):
             output: Tensor = self._run(self.model, tokens, *self._place(tokens, starts)).logits

@@ -110,6 +110,57 @@ def test_the_numbers_are_those_of_torchs_kernels_with_more_digits() -> None:
         assert float((mine(x) - want).abs().max()) < 0.1 * float((theirs(x) - want).abs().max())
 
 
+@compiled
+@pytest.mark.parametrize("count", [1, 3, 5, 8, 21])
+def test_bf16_weights_are_multiplied_in_fp32(count: int) -> None:
+    weight = torch.randn(37, 50).bfloat16()
+    x = torch.randn(count, 50)
+    got = products.times(x, products.pack16(weight))
+    torch.testing.assert_close(got, x @ weight.float().T, rtol=1e-5, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("architecture", FAMILY)
+def test_bf16_passes_are_nearer_to_fp32_than_torchs_and_share_the_cache(architecture: str) -> None:
+    model = lively_model(architecture).to(torch.bfloat16)
+    runner, theirs, exact = Runner(model), Runner(model), Runner(copy.deepcopy(model).float())
+    assert runner._native is not None and exact._native is None
+    theirs._native = None
+    prompts, generator = [list(range(3, 33)), [5, 6, 7]], torch.Generator().manual_seed(0)
+    starts = [29, 2]
+    for each in (runner, theirs, exact):
+        each.start(prompts, 64)
+    assert runner.cache.layers[0].keys.dtype == torch.bfloat16
+    for count in (1, 4, 11, 20):  # 40 tokens are more than the compiled code takes where bf16 has units of its own
+        tokens = torch.randint(3, 90, (2, count), generator=generator)
+        mine, other, want = (each.logits(tokens, starts) for each in (runner, theirs, exact))
+        assert apart(mine, want) <= 1.2 * apart(other, want)
+        starts = [start + count // 2 for start in starts]
+
+
+@compiled
+def test_a_second_copy_of_bf16_weights_is_made_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "lossytune")
+    model = lively_model("llama").to(torch.bfloat16)
+    monkeypatch.setattr("lossyspec.native.passes.free_memory_bytes", lambda: 1000)
+    assert Runner(model)._native is None and "1000 are free" in caplog.text
+    monkeypatch.setattr("lossyspec.native.passes.free_memory_bytes", lambda: None)
+    assert Runner(model)._native is not None
+
+
+@compiled
+def test_output_rows_that_something_listens_to_stay_the_models_own() -> None:
+    runner = Runner(lively_model("llama").to(torch.bfloat16))
+    runner.start([[5, 6]], 16)
+    heard: list[Any] = []
+    with runner.model.get_output_embeddings().register_forward_hook(lambda *call: heard.append(call)):
+        runner.logits(torch.tensor([[6]]), [1])
+    runner.logits(torch.tensor([[7]]), [2])
+    assert len(heard) == 1
+
+
 def pair(architecture: str, precision: str) -> tuple[Runner, Runner]:
     """A runner by the compiled code, and one by torch's operations over the same products."""
     model = lively_model(architecture)

@@ -69,7 +69,7 @@ class Pass(ctypes.Structure):
         *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("keys", "values")),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("starts", "slots")),
         *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("cosines", "sines")),
-        *((name, ctypes.c_int64) for name in ("rows", "count", "threads")),
+        *((name, ctypes.c_int64) for name in ("rows", "count", "threads", "half")),
         *((name, ctypes.c_void_p) for name in ("tokens", "features")),
         ("picks", ctypes.POINTER(ctypes.c_int64)),
         ("logits", ctypes.c_void_p),

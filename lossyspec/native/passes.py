@@ -1,4 +1,4 @@
-"""Whole passes of quantised layers in one call of `stack.cpp`: of a fused stack, and of a feature head."""
+"""Whole passes of quantised and bf16 layers in one call of `stack.cpp`: of a fused stack, and of a feature head."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..cpu import free_memory_bytes, multiplies_bf16
 from ..feature_head import EPSILON, FeatureHead
-from ..fused import FusedLayer, FusedStack, RootMeanSquare
+from ..fused import Dense, FusedLayer, FusedStack, RootMeanSquare
 from ..kv_cache import RowCache
 from . import build
 from .build import checked, library
-from .products import Blocks
+from .products import Blocks, pack16, times
 
 logger = logging.getLogger("lossytune")
 
@@ -30,14 +31,29 @@ _MATRICES = ("qkv", "out", "gate_up", "down")
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 #: positions whose angles are made at a time
 _ANGLES = 1024
+#: tokens of a pass that the compiled code is faster with than products by units for bf16
+_FEW = 32
 
 
 class Unfit(Exception):
     """A part that the compiled code has not."""
 
 
+def blocks_of(part: Any) -> Blocks | None:
+    """A matrix as the compiled code reads it: its own blocks, or a copy of what is bf16 on the CPU."""
+    if isinstance(packed := getattr(part, "packed", None), Blocks):
+        return packed
+    if isinstance(part, Dense) and part.weight.dtype == torch.bfloat16 and part.weight.device.type == "cpu":
+        return pack16(part.weight)
+    return None
+
+
 class NativeLayers:
-    """Dense passes of layers whose matrices are all `Blocks`, over a RowCache in fp32."""
+    """Dense passes of layers whose matrices are all `Blocks`, or bf16 ones that it packs a copy of, over a RowCache in fp32,
+    or bf16 beside such."""
+
+    #: of the cache
+    dtype = torch.float32
 
     def __init__(
         self,
@@ -81,10 +97,12 @@ class NativeLayers:
         result = build.Layer(window=window)
         for name in _MATRICES:
             part = getattr(layer, name)
-            if not isinstance(getattr(part, "packed", None), Blocks):
+            blocks = blocks_of(part)
+            if blocks is None:
                 raise Unfit(f"{name} is not packed for the compiled code")
-            self._kept.append(part)
-            setattr(result, name, part.packed.matrix(part.bias))
+            bias = None if part.bias is None else part.bias.float().contiguous()
+            self._kept += [blocks, bias]
+            setattr(result, name, blocks.matrix(bias))
         for name in _NORMS:
             norm = getattr(layer, name)
             if norm is not None:
@@ -96,18 +114,18 @@ class NativeLayers:
         return result
 
     def _address(self, weight: Tensor) -> int:
-        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        if weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
             raise Unfit(f"weights in {weight.dtype} on {weight.device}")
-        self._kept.append(weight.contiguous())
+        self._kept.append(weight.float().contiguous())
         return int(self._kept[-1].data_ptr())
 
     def through(self, x: Tensor, starts: Sequence[int], cache: RowCache, **more: Any) -> Tensor:
-        """Final normed states (batch, n, hidden) of the stream x (batch, n, hidden), which is overwritten. Row i goes to
-        slots from starts[i] on, and the cache has been told so. more: fields of the pass."""
+        """Final normed states (batch, n, hidden) of the fp32 stream x (batch, n, hidden), which is overwritten. Row i goes
+        to slots from starts[i] on, and the cache has been told so. more: fields of the pass."""
         rows, count = x.shape[:2]
         for layer in cache.layers:
             if not layer.is_initialized:
-                empty = x.new_empty(rows, self.kv_heads, 0, self.size)
+                empty = x.new_empty(rows, self.kv_heads, 0, self.size, dtype=self.dtype)
                 layer.lazy_initialization(empty, empty)
         positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten()
         turns = {kind: self._turned(kind, positions) for kind in set(self.kinds)}
@@ -119,7 +137,7 @@ class NativeLayers:
             (number * layers)(*[layer.keys.shape[2] for layer in cache.layers]),
             (pointer * layers)(*[turns[kind][0].data_ptr() for kind in self.kinds]),
             (pointer * layers)(*[turns[kind][1].data_ptr() for kind in self.kinds]),
-            rows, count, torch.get_num_threads(),
+            rows, count, torch.get_num_threads(), self.dtype == torch.bfloat16,
         )  # fmt: skip
         for name, value in more.items():
             setattr(what, name, value)
@@ -155,11 +173,30 @@ class NativeStack(NativeLayers):
             stack.layers, stack.norm, (stack.heads, stack.kv_heads, stack.size), stack.scale, turns, stack.kinds,
             getattr(config, "sliding_window", None) or 0, stack.head_epsilon,
         )  # fmt: skip
+        self._stack, self.dtype = stack, stack.model.dtype
         self._embed = stack.model.base_model.embed_tokens
+        self._head = pack16(stack.model.get_output_embeddings().weight) if self._plain_head() else None
+
+    def takes(self, tokens: int) -> bool:
+        """Whether a pass of so many tokens runs here: many of them have enough to do for the CPU's units for bf16."""
+        return self.dtype != torch.bfloat16 or tokens <= _FEW or not multiplies_bf16()
+
+    def _plain_head(self) -> bool:
+        """Whether the output rows are a linear layer in bf16 that nothing listens to."""
+        head: Any = self._stack.head
+        if type(head) is not torch.nn.Linear or head.bias is not None or head._forward_hooks or head._forward_pre_hooks:
+            return False
+        return head.weight.dtype == torch.bfloat16
 
     def hidden(self, tokens: Tensor, starts: Sequence[int], cache: RowCache) -> Tensor:
-        """Final states (batch, n, hidden) of tokens (batch, n); see `through`."""
-        return self.through(self._embed(tokens), starts, cache)
+        """Final states (batch, n, hidden) of tokens (batch, n), in the model's dtype; see `through`."""
+        return self.through(self._embed(tokens).float(), starts, cache).to(self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(.., V) of hidden states."""
+        if self._head is None or not self._plain_head() or not self.takes(hidden.shape[:-1].numel()):
+            return self._stack.logits(hidden)
+        return times(hidden.reshape(-1, hidden.shape[-1]), self._head).view(*hidden.shape[:-1], -1)
 
 
 def native_stack(stack: FusedStack | None) -> NativeStack | None:
@@ -167,10 +204,21 @@ def native_stack(stack: FusedStack | None) -> NativeStack | None:
     if stack is None:
         return None
     try:
+        _check_weights(stack)
         return NativeStack(stack)
     except Unfit as reason:
         logger.debug("quantised passes run by torch's operations: %s", reason)
         return None
+
+
+def _check_weights(stack: FusedStack) -> None:
+    """Refuses dense weights that are not bf16, and more bf16 ones than half of the free memory holds a copy of."""
+    dense = [part for layer in stack.layers for name in _MATRICES if isinstance(part := getattr(layer, name), Dense)]
+    if unlike := {part.weight.dtype for part in dense} - {torch.bfloat16}:
+        raise Unfit(f"weights in {', '.join(map(str, unlike))}")
+    needed, free = sum(part.weight.nbytes for part in dense), free_memory_bytes()
+    if free is not None and 2 * needed > free:
+        raise Unfit(f"a second copy of its weights needs {needed} bytes, {free} are free")
 
 
 class NativeHead(NativeLayers):

@@ -1,4 +1,4 @@
-"""Packed int4 and int8 matrices of `stack.cpp` and their products with fp32 activations."""
+"""Packed int4, int8 and bf16 matrices of `stack.cpp` and their products with fp32 activations."""
 
 from __future__ import annotations
 
@@ -63,6 +63,13 @@ def pack8(weight: Tensor, scales: Tensor) -> Blocks:
     sums = _SHIFT * rows.int().sum((2, 3), dtype=torch.int32)
     steps = F.pad(scales.float(), (0, more)).view(-1, LANES).contiguous()
     return Blocks(torch.cat([quads, steps.view(torch.uint8), sums.view(torch.uint8)], -1).contiguous(), outputs, inputs, 8)
+
+
+def pack16(weight: Tensor) -> Blocks:
+    """weight: (out, in) bf16."""
+    outputs, inputs = weight.shape
+    rows = F.pad(weight.detach(), (0, 0, 0, -outputs % LANES)).view(-1, LANES, inputs)
+    return Blocks(rows.transpose(1, 2).contiguous().view(torch.uint8).flatten(1), outputs, inputs, 16)
 
 
 def unpack8(blocks: Blocks) -> Tensor:

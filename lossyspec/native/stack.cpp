@@ -1,14 +1,14 @@
-// Passes of a decoder stack of the Llama family on x86 CPUs, with int4 and int8 weights, in one call: no operation of
+// Passes of a decoder stack of the Llama family on x86 CPUs, with int4, int8 and bf16 weights, in one call: no operation of
 // torch's in between, whose launch costs more than its work when a pass reads one to sixteen tokens.
 //
-// Products are sums of whole numbers. A row of activations is split into two digits of -63 .. 63 under its largest
+// Products with int4 and int8 weights are sums of whole numbers. A row of activations is split into two digits of -63 .. 63 under its largest
 // magnitude, whose steps are 1/7938 of it: finer than bf16. Sums of a group are exact, and floats are added in one order, so
 // that a row's result is the same to the bit in any company: the law does not depend on how many tokens a pass verifies.
 //
 // Outputs lie in blocks of 16, one to a lane. int4 (w = scale * (n - 8) + middle, n in 0 .. 15, groups of 32 inputs): by group 256
 // bytes, of which byte 4 o + i of vector j holds inputs 8 j + i (low half) and 8 j + 4 + i (high half) of output o; then 16
 // scales and 16 middles in bf16. int8: by 4 inputs 64 bytes, byte 4 o + i; at the end of a block 16 scales in fp32, and 16
-// sums of 64 w.
+// sums of 64 w. bf16: by input 32 bytes, one number an output; multiplied in fp32.
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -40,10 +40,29 @@ inline Floats load(const float* from) { return *(const LooseFloats*)from; }
 inline void store(float* to, Floats value) { *(LooseFloats*)to = value; }
 inline Floats all(float value) { return value - Floats{}; }
 
-inline Floats load_bf16(const uint8_t* from) {
+inline Floats load_bf16(const void* from) {
     Halves halves = *(const LooseHalves*)from;
     return (Floats)(__builtin_convertvector(halves, Ints) << 16);
 }
+
+inline float widened(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
+}
+
+// To the nearest, halves to even; NaN stays one.
+inline uint16_t narrowed(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
+// Numbers of a cache: 16 of them, and one.
+inline Floats load(const uint16_t* from) { return load_bf16(from); }
+inline float number(float value) { return value; }
+inline float number(uint16_t value) { return widened(value); }
 
 inline Ints nearest(Floats x) { return __builtin_convertvector(x + (x < Floats{} ? all(-0.5f) : all(0.5f)), Ints); }
 inline int nearest(float x) { return (int)(x + (x < 0.0f ? -0.5f : 0.5f)); }
@@ -141,10 +160,10 @@ struct Stack {
 // One pass: `rows` of `count` tokens each. keys, values: by layer (rows, kv_heads, slots, size). starts: by row, where its
 // entries go. cosines, sines: by kind of layer, (tokens, size), the first half of the sines negative.
 struct Pass {
-    float *const *keys, *const *values;
+    void *const *keys, *const *values;  // fp32, or bf16 where `half`
     const int64_t *starts, *slots;
     const float *const *cosines, *const *sines;
-    int64_t rows, count, threads;
+    int64_t rows, count, threads, half;
     // of a draft head, or null: (rows, count); (rows, count, width); by row, the token whose logits (rows, outputs) are wanted
     const int64_t* tokens;
     const float* features;
@@ -156,24 +175,30 @@ struct Pass {
 
 namespace {
 
-// Rows of activations as digits.
+// Rows of activations as digits; for bf16 weights as they are.
 struct Digits {
     int64_t width;
     int8_t *first, *second;
     float *groups, *units;  // sums of the digits of each group of 32; what a unit of the second digit stands for
+    float* values;
 
     static size_t bytes(int64_t rows, int64_t width) {
-        return rows * (2 * width + 4 * (width / GROUP + 1) + 4) + 256;
+        return rows * (6 * width + 4 * (width / GROUP + 1) + 4) + 256;
     }
     Digits(uint8_t* memory, int64_t rows, int64_t inputs) : width(inputs) {
         units = (float*)memory;
         groups = units + rows;
-        first = (int8_t*)(groups + rows * (width / GROUP + 1));
+        values = groups + rows * (width / GROUP + 1);
+        first = (int8_t*)(values + rows * width);
         second = first + rows * width;
     }
 
     // bits 8: digits 64 higher, as unsigned numbers.
     void set(int64_t row, const float* x, int64_t bits) {
+        if (bits == 16) {
+            std::memcpy(values + row * width, x, 4 * width);
+            return;
+        }
         Floats highest = {}, sum = {};
         int64_t at = 0;
         float most = 0.0f, finite = 0.0f;
@@ -281,15 +306,39 @@ inline void block8(const uint8_t* block, const Digits& x, int64_t row, Floats* r
     }
 }
 
+template <int N>
+inline void block16(const uint8_t* block, const Digits& x, int64_t row, Floats* result) {
+    constexpr int CHAINS = N < 3 ? 4 : N < 5 ? 2 : 1;
+    const float* values = x.values + row * x.width;
+    Floats sum[N * CHAINS] = {};
+    auto step = [&](int64_t i, int chain) {
+        if (i % 2 == 0) __builtin_prefetch(block + AHEAD, 0, 2);
+        const Floats weights = load_bf16(block);
+        for (int n = 0; n < N; n++) sum[n + N * chain] += weights * values[n * x.width + i];
+        block += 2 * LANES;
+    };
+    int64_t i = 0;
+    for (; i + CHAINS <= x.width; i += CHAINS)
+        for (int chain = 0; chain < CHAINS; chain++) step(i + chain, chain);
+    for (; i < x.width; i++) step(i, 0);
+    for (int n = 0; n < N; n++) {
+        result[n] = sum[n];
+        for (int chain = 1; chain < CHAINS; chain++) result[n] += sum[n + N * chain];
+    }
+}
+
 typedef void (*Block)(const uint8_t*, const Digits&, int64_t, Floats*);
 const Block BLOCKS4[] = {block4<1>, block4<2>, block4<3>, block4<4>, block4<5>, block4<6>, block4<7>, block4<8>};
+const Block BLOCKS16[] = {block16<1>, block16<2>, block16<3>, block16<4>, block16<5>, block16<6>, block16<7>, block16<8>};
 const Block BLOCKS8[] = {block8<1>, block8<2>, block8<3>, block8<4>, block8<5>, block8<6>, block8<7>, block8<8>};
 
 // This thread's share of y (rows, outputs) = x W^T + b, or y += that.
 void product(const Matrix& matrix, const Digits& x, int64_t rows, float* y, bool add, int64_t thread, int64_t threads) {
     const int64_t blocks = (matrix.outputs + LANES - 1) / LANES;
-    const int64_t bytes = matrix.bits == 4 ? matrix.inputs / GROUP * GROUP4_BYTES : matrix.inputs * LANES + 128;
-    const Block* kernels = matrix.bits == 4 ? BLOCKS4 : BLOCKS8;
+    const int64_t bytes = matrix.bits == 4    ? matrix.inputs / GROUP * GROUP4_BYTES
+                          : matrix.bits == 8 ? matrix.inputs * LANES + 128
+                                             : matrix.inputs * LANES * 2;
+    const Block* kernels = matrix.bits == 4 ? BLOCKS4 : matrix.bits == 8 ? BLOCKS8 : BLOCKS16;
     Floats result[ROWS];
     for (int64_t block = blocks * thread / threads; block < blocks * (thread + 1) / threads; block++) {
         const int64_t lanes = matrix.outputs - block * LANES < LANES ? matrix.outputs - block * LANES : LANES;
@@ -340,7 +389,8 @@ void turn(float* x, const float* weight, const Stack& stack, const float* cosine
 }
 
 // One head of up to ROWS tokens over the slots of one row that each may see. scores: (ROWS, at least `slots` in 16s).
-void attend(const float* const* q, int64_t tokens, const float* keys, const float* values, int64_t size, int64_t first_slot,
+template <typename Number>
+void attend(const float* const* q, int64_t tokens, const Number* keys, const Number* values, int64_t size, int64_t first_slot,
             int64_t window, float* scores, int64_t stride, float* const* y) {
     const int64_t end = first_slot + tokens;
     const int64_t begin = window && first_slot + 1 > window ? first_slot + 1 - window : 0;
@@ -355,14 +405,14 @@ void attend(const float* const* q, int64_t tokens, const float* keys, const floa
                 for (int j = 0; j < 4; j++) sums[j] += load(q[n] + i) * load(keys + (slot + j) * size + i);
             Quarter four = totals(sums);
             for (int64_t i = size / LANES * LANES; i < size; i++)
-                for (int j = 0; j < 4; j++) four[j] += q[n][i] * keys[(slot + j) * size + i];
+                for (int j = 0; j < 4; j++) four[j] += q[n][i] * number(keys[(slot + j) * size + i]);
             std::memcpy(row + slot, &four, sizeof four);
         }
         for (; slot <= last; slot++) {
             Floats sums[4] = {};
             for (int64_t i = 0; i + LANES <= size; i += LANES) sums[0] += load(q[n] + i) * load(keys + slot * size + i);
             row[slot] = totals(sums)[0];
-            for (int64_t i = size / LANES * LANES; i < size; i++) row[slot] += q[n][i] * keys[slot * size + i];
+            for (int64_t i = size / LANES * LANES; i < size; i++) row[slot] += q[n][i] * number(keys[slot * size + i]);
         }
         for (slot = last + 1; slot < end; slot++) row[slot] = -INFINITY;
     }
@@ -386,7 +436,7 @@ void attend(const float* const* q, int64_t tokens, const float* keys, const floa
         }
         const float unit = 1.0f / total(sum);
         const int64_t seen = first_slot + n + 1 - begin;
-        const float* from = values + begin * size;
+        const Number* from = values + begin * size;
         int64_t i = 0;
         for (; i + 4 * LANES <= size; i += 4 * LANES) {
             Floats sums[4] = {};
@@ -396,7 +446,7 @@ void attend(const float* const* q, int64_t tokens, const float* keys, const floa
         }
         for (; i < size; i++) {
             float one = 0.0f;
-            for (int64_t slot = 0; slot < seen; slot++) one += row[slot] * from[slot * size + i];
+            for (int64_t slot = 0; slot < seen; slot++) one += row[slot] * number(from[slot * size + i]);
             y[n][i] = one * unit;
         }
     }
@@ -504,8 +554,10 @@ int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
                          cosines + token * size, sines + token * size, head < heads ? stack->scale : 1.0f);
                 if (head < heads) continue;
                 const int64_t of = (head - heads) % kv_heads;
-                float* kept = head < heads + kv_heads ? pass->keys[index] : pass->values[index];
-                std::memcpy(kept + ((row * kv_heads + of) * pass->slots[index] + slot) * size, states, 4 * size);
+                void* kept = head < heads + kv_heads ? pass->keys[index] : pass->values[index];
+                const int64_t at = ((row * kv_heads + of) * pass->slots[index] + slot) * size;
+                if (!pass->half) std::memcpy((float*)kept + at, states, 4 * size);
+                else for (int64_t i = 0; i < size; i++) ((uint16_t*)kept)[at + i] = narrowed(states[i]);
             }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < pass->rows * pieces * heads; task++) {
@@ -519,8 +571,14 @@ int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
                     q[n] = a + token * wide + head * size;
                     y[n] = b + token * attended_width + head * size;
                 }
-                attend(q, some, pass->keys[index] + at, pass->values[index] + at, size, pass->starts[row] + first,
-                       layer.window, scores, stride, y);
+                const void *keys = pass->keys[index], *values = pass->values[index];
+                const int64_t begin = pass->starts[row] + first;
+                if (pass->half)
+                    attend(q, some, (const uint16_t*)keys + at, (const uint16_t*)values + at, size, begin, layer.window,
+                           scores, stride, y);
+                else
+                    attend(q, some, (const float*)keys + at, (const float*)values + at, size, begin, layer.window, scores,
+                           stride, y);
             }
 #pragma omp for schedule(static)
             for (int64_t token = 0; token < tokens; token++)
