@@ -128,7 +128,8 @@ def make_draft(draft: LoadedDraft, target: Runner, vocab_size: int, tokenizer: A
         reader = Runner(draft.model.model, "draft", vocab_size, draft.model.stack) if draft.model else None
         return SelfDraft(target, vocab_size, reader=reader)
     if isinstance(draft, LoadedHead):
-        return FeatureDraft(draft.head, target.model, vocab_size, draft.precision in QUANTISED)
+        packed = draft.precision in QUANTISED or target.native  # whose steps would else take longer than the target's tokens
+        return FeatureDraft(draft.head, target.model, vocab_size, packed)
     if not same_tokenizer(tokenizer, draft.tokenizer):
         return make_text_draft(draft, tokenizer, vocab_size)
     return ModelDraft(Runner(draft.model, "draft", vocab_size, draft.stack), vocab_size)

@@ -63,6 +63,11 @@ class Runner:
         self._graphs = Graphs(new_capture) if new_capture is not None and self._fused is not None else None
         self._additive = self._fused is None and self.config._attn_implementation not in ("sdpa",)
 
+    @property
+    def native(self) -> bool:
+        """Whether passes of few tokens run by the compiled code."""
+        return self._native is not None
+
     def fork(self) -> Runner:
         """The same model with a cache of its own, so that two texts can go on in turns."""
         other = copy.copy(self)

@@ -58,6 +58,7 @@ class Stack(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("count", "hidden", "heads", "kv_heads", "size", "middle", "activation")),
         *((name, ctypes.c_float) for name in ("scale", "epsilon", "head_epsilon")),
         ("table", ctypes.c_void_p),
+        ("half_table", ctypes.c_int64),
         *((name, Matrix) for name in ("entry", "exit")),
     )
 

@@ -249,8 +249,12 @@ class NativeHead(NativeLayers):
         bias, parts = head.bias.detach(), (packed(head.fc).packed, rows.packed)
         if not all(isinstance(part, Blocks) for part in parts):
             raise Unfit("its matrices are not packed for the compiled code")
-        self._shape.table, self._outputs = self._address(embeddings), shape.vocab
-        self._address(bias)
+        if embeddings.dtype not in (torch.float32, torch.bfloat16):
+            raise Unfit(f"embeddings in {embeddings.dtype}")
+        bias, embeddings = bias.float().contiguous(), embeddings.contiguous()
+        self._kept += [bias, embeddings]
+        self._shape.table, self._outputs = embeddings.data_ptr(), shape.vocab
+        self._shape.half_table = embeddings.dtype == torch.bfloat16
         self._shape.entry, self._shape.exit = parts[0].matrix(), parts[1].matrix(bias)
         self._kept += parts
 
@@ -260,7 +264,8 @@ class NativeHead(NativeLayers):
         """Features (batch, n, hidden) after tokens (batch, n) with the target's or its own features (batch, n, hidden), and
         fp32 logits (batch, 1, S) after column picks[i] of row i."""
         rows, count, width = features.shape
-        tokens, features, x = tokens.contiguous(), features.contiguous(), features.new_empty(rows, count, width)
+        tokens, features = tokens.contiguous(), features.float().contiguous()
+        x = features.new_empty(rows, count, width)
         logits = features.new_empty(rows, 1, self._outputs)
         x = self.through(
             x, starts, cache, tokens=tokens.data_ptr(), features=features.data_ptr(),

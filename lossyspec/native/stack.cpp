@@ -152,8 +152,10 @@ struct Stack {
     const float* norm;
     int64_t count, hidden, heads, kv_heads, size, middle, activation;  // activation 0: silu, 1: gelu by tanh
     float scale, epsilon, head_epsilon;
-    // of a draft head, or null: embeddings (vocab, width), the matrix that joins one with a feature, and the output rows
-    const float* table;
+    // of a draft head, or null: embeddings (vocab, width) in fp32, or bf16 where `half_table`; the matrix that joins one with
+    // a feature; the output rows
+    const void* table;
+    int64_t half_table;
     Matrix entry, exit;
 };
 
@@ -526,7 +528,13 @@ int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
             Digits joined(place, tokens, 2 * width);
 #pragma omp for schedule(static)
             for (int64_t token = 0; token < tokens; token++) {
-                rms_norm(stack->table + pass->tokens[token] * width, nullptr, stack->epsilon, width, line, false);
+                const int64_t at = pass->tokens[token] * width;
+                const float* embedding = (const float*)stack->table + at;
+                if (stack->half_table) {
+                    for (int64_t i = 0; i < width; i++) line[i] = widened(((const uint16_t*)stack->table)[at + i]);
+                    embedding = line;
+                }
+                rms_norm(embedding, nullptr, stack->epsilon, width, line, false);
                 rms_norm(pass->features + token * width, nullptr, stack->epsilon, width, line + width, false);
                 joined.set(token, line, stack->entry.bits);
             }
