@@ -1,4 +1,4 @@
-"""int8 and int4 weights and fp8 products, by torch's own kernels.
+"""int8 and int4 weights and fp8 products, by the kernels of the device (`packed`).
 
 int8: one scale for each output, symmetric. int4: groups of 32 inputs with a scale and a least value, w = scale * n + least
 with n in 0 .. 15, which is how Q4_1 of GGUF stores its blocks: a model that comes from there keeps its numbers but for the
