@@ -29,6 +29,8 @@ from lossyspec.tuner.distill.data import (
     _Turns,
     chat_frame,
     load_archive,
+    load_archives,
+    save_archive,
     write_streams,
 )
 from lossyspec.tuner.distill.loss import laws_loss, overlap
@@ -244,7 +246,7 @@ def test_streams_of_an_earlier_run_are_read_again_instead_of_written(tmp_path: P
     options = {"target": str(folder), "rows": 8, "length": 24, "vocab": 64, "epochs": 1.0, "batch_tokens": 256}
     Distillation(make_distill_config(**options, tokens=1000), tmp_path / "first", QUIET).run()
     archive = tmp_path / "first" / "streams.safetensors"
-    again = make_distill_config(**options, tokens=1000, streams=archive)
+    again = make_distill_config(**options, tokens=1000, streams=[archive])
     Distillation(again, tmp_path / "second", QUIET).run()
     shards = [sorted((tmp_path / name / "shards").glob("*")) for name in ("first", "second")]
     assert len(shards[0]) == len(shards[1]) == 6
@@ -252,7 +254,7 @@ def test_streams_of_an_earlier_run_are_read_again_instead_of_written(tmp_path: P
         written, read = Shard.load(one), Shard.load(other)
         assert torch.equal(written.tokens, read.tokens) and torch.equal(written.forced, read.forced)
         torch.testing.assert_close(written.features.float(), read.features.float(), atol=0.03, rtol=0.03)  # bf16
-    more = make_distill_config(**options, tokens=1400, streams=archive)  # what is wanted beyond them is written
+    more = make_distill_config(**options, tokens=1400, streams=[archive])  # what is wanted beyond them is written
     Distillation(more, tmp_path / "third", QUIET).run()
     assert len(list((tmp_path / "third" / "shards").glob("*"))) == 8
     (tmp_path / "none.safetensors").write_bytes(b"nothing")
@@ -260,6 +262,14 @@ def test_streams_of_an_earlier_run_are_read_again_instead_of_written(tmp_path: P
         load_archive(tmp_path / "none.safetensors", 101)
     with pytest.raises(ConfigurationError, match="the target has 3 tokens"):
         load_archive(archive, 3)
+    both, one = load_archives([archive, archive], 101), load_archive(archive, 101)
+    assert torch.equal(both.tokens, one.tokens.repeat(2, 1)) and torch.equal(both.forced, one.forced.repeat(2, 1))
+    other = tmp_path / "other.safetensors"
+    tokens, forced = one.tokens[:, :20], one.forced[:, :20]
+    Shard(tokens, forced, torch.zeros(*tokens.shape, 0)).save(tmp_path / "short")
+    save_archive([tmp_path / "short"], other)
+    with pytest.raises(ConfigurationError, match=r"unlike length .*24 tokens.*20 tokens"):
+        load_archives([archive, other], 101)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +293,7 @@ def small(folder: Path, **values: Any) -> DistillConfig:
         ({"target": "/no/such/model"}, "no such folder"),
         ({"length": 2048}, "length is 2048; the target has 2048 positions"),
         ({"data": Path("none.jsonl")}, "prompts none.jsonl: no such file"),
-        ({"streams": Path("none.safetensors")}, "--streams none.safetensors: not an archive"),
+        ({"streams": [Path("none.safetensors")]}, "--streams none.safetensors: not an archive"),
         ({"start": Path("none")}, "none: not a draft head"),
     ],
 )

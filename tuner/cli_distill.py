@@ -22,8 +22,9 @@ from .config import parse_duration_s
 @click.option(
     "--streams",
     type=click.Path(path_type=Path),
-    default=None,
-    help="streams.safetensors of an earlier distillation: its streams are read again instead of written. [default: none]",
+    multiple=True,
+    help="streams.safetensors of an earlier distillation: its streams are read again instead of written; may be repeated. "
+    "[default: none]",
 )
 @click.option(
     "--openings",

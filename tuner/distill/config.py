@@ -16,7 +16,7 @@ class DistillConfig(Model):
 
     target: str = "embedded"
     data: Path | None = None
-    streams: Path | None = None
+    streams: tuple[Path, ...] = ()
     openings: Path | None = None
     tokens: int = Field(300_000, ge=1_000)
     budget_s: float | None = None

@@ -204,6 +204,17 @@ def load_archive(path: Path, vocab_size: int) -> Shard:
     return Shard(tokens, forced, _no_features(tokens))
 
 
+def load_archives(paths: Sequence[Path], vocab_size: int) -> Shard:
+    """The streams of several archives, in their order. Raises as `load_archive`, and for streams of unlike length."""
+    parts = [load_archive(path, vocab_size) for path in paths]
+    lengths = {str(path): part.tokens.shape[1] for path, part in zip(paths, parts, strict=True)}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{path}: {length} tokens" for path, length in lengths.items())
+        raise ConfigurationError(f"--streams hold streams of unlike length ({said}); give those of one length")
+    tokens = torch.cat([part.tokens for part in parts])
+    return Shard(tokens, torch.cat([part.forced for part in parts]), _no_features(tokens))
+
+
 @torch.inference_mode()
 def with_features(target: Runner, streams: Shard) -> Shard:
     """The same streams, read by the target again."""

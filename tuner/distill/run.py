@@ -29,7 +29,7 @@ from .config import DistillConfig, make_distill_config
 from .data import (
     Shard,
     chat_frame,
-    load_archive,
+    load_archives,
     read_conversations,
     save_archive,
     with_features,
@@ -81,8 +81,8 @@ class Distillation:
         """Refuses files and sizes that do not fit the target before any data are written."""
         if self.config.data is not None:
             read_prompts(self.config.data)
-        if self.config.streams is not None:
-            load_archive(self.config.streams, self.decoder.target.vocab_size)
+        if self.config.streams:
+            load_archives(self.config.streams, self.decoder.target.vocab_size)
         if self.config.start is not None:
             load_head(self.config.start, self.loaded)
         self.openings = openings_of(self.loaded.tokenizer, self.config.openings)
@@ -153,7 +153,7 @@ class Distillation:
         size = self.config.rows * self.config.length
         wanted = max(_HELD_OUT + 1, -(-self.config.tokens // size))
         have = sorted(place.glob("*.safetensors"))
-        if self.config.streams is not None:
+        if self.config.streams:
             have = self._archive(place, have)
         with self.reporter.steps(
             f"writing {wanted * size} tokens with the target", (wanted - len(have)) * self.config.length
@@ -181,9 +181,8 @@ class Distillation:
         return shards
 
     def _archive(self, place: Path, have: list[Path]) -> list[Path]:
-        """Shards of streams that another distillation wrote; what is wanted beyond them is written anew."""
-        assert self.config.streams is not None
-        streams, rows = load_archive(self.config.streams, self.decoder.target.vocab_size), self.config.rows
+        """Shards of streams that other distillations wrote; what is wanted beyond them is written anew."""
+        streams, rows = load_archives(self.config.streams, self.decoder.target.vocab_size), self.config.rows
         todo = range(len(have), -(-len(streams.tokens) // rows))
         with self.reporter.steps(f"reading {streams.tokens.numel()} tokens with the target", len(todo)) as step:
             for index in todo:
