@@ -265,7 +265,7 @@ def test_streams_of_an_earlier_run_are_read_again_instead_of_written(tmp_path: P
     both, one = load_archives([archive, archive], 101), load_archive(archive, 101)
     assert torch.equal(both.tokens, one.tokens.repeat(2, 1)) and torch.equal(both.forced, one.forced.repeat(2, 1))
     other = tmp_path / "other.safetensors"
-    tokens, forced = one.tokens[:, :20], one.forced[:, :20]
+    tokens, forced = one.tokens[:, :20].contiguous(), one.forced[:, :20].contiguous()
     Shard(tokens, forced, torch.zeros(*tokens.shape, 0)).save(tmp_path / "short")
     save_archive([tmp_path / "short"], other)
     with pytest.raises(ConfigurationError, match=r"unlike length .*24 tokens.*20 tokens"):

@@ -269,6 +269,30 @@ def test_the_code_is_compiled_once_and_kept(fresh: Path, caplog: pytest.LogCaptu
     assert build.library() is not None and caplog.text.count("compiled the passes") == 1
 
 
+@compiled
+@pytest.mark.parametrize(("kind", "needs"), [("haswell", "avx2"), ("skylake-avx512", "avx512bw")])
+def test_cpus_without_newer_instructions_get_the_same_numbers(
+    kind: str, needs: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if needs not in build._flags():
+        pytest.skip(f"this CPU has no {needs}")
+    parts = [matrix(each, 100, 192) for each in (Int4, Int8)]
+    x, found = torch.randn(5, 192), []
+    runner, _ = pair("qwen3", "int4-int8")
+    for flags in (build._FLAGS, tuple(f"-march={kind}" if flag == "-march=native" else flag for flag in build._FLAGS)):
+        monkeypatch.setattr(build, "_FLAGS", flags)
+        build.library.cache_clear()
+        assert build.library() is not None
+        native = native_stack(runner._fused)
+        assert native is not None
+        runner._native = native
+        runner.start([[5, 6, 7], [3, 4]], 16)
+        found.append([*(part(x) for part in parts), runner.logits(torch.tensor([[8, 9], [5, 6]]), [2, 1])])
+    assert len(list((fresh / "native").iterdir())) == 2
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-3)
+
+
 def test_without_a_compiler_torchs_kernels_stay(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
