@@ -221,7 +221,7 @@ class Runner:
         if graphs is not None and (replayed := graphs.hidden(self.cache, tokens, starts, self._pinned)) is not None:
             return replayed
         native = self._native if not sparse and passes in ("eager", "graphs") else None
-        if native is not None and native.takes(tokens.numel()):
+        if native is not None and native.takes(tokens.shape[1]):
             self.cache.place(starts, tokens.shape[1], self.device)
             return native.hidden(tokens, starts, self.cache)
         positions, mask = self._place(tokens, starts)

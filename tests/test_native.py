@@ -26,7 +26,7 @@ from lossyspec.packed import CPU, NATIVE
 from lossyspec.quantised import Int4, Int8, quantise
 from lossyspec.runner import Runner
 
-compiled = pytest.mark.skipif(build.library() is None, reason="no C++ compiler, or a CPU without AVX2")
+compiled = pytest.mark.skipif(build.library() is None, reason="no g++, or a CPU without AVX2")
 FAMILY = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
 
 
@@ -129,9 +129,9 @@ def test_bf16_passes_are_nearer_to_fp32_than_torchs_and_share_the_cache(architec
     prompts, generator = [list(range(3, 33)), [5, 6, 7]], torch.Generator().manual_seed(0)
     starts = [29, 2]
     for each in (runner, theirs, exact):
-        each.start(prompts, 64)
+        each.start(prompts, 96)
     assert runner.cache.layers[0].keys.dtype == torch.bfloat16
-    for count in (1, 4, 11, 20):  # 40 tokens are more than the compiled code takes where bf16 has units of its own
+    for count in (1, 4, 11, 34):  # the last is more than the compiled code takes where bf16 has units of its own
         tokens = torch.randint(3, 90, (2, count), generator=generator)
         mine, other, want = (each.logits(tokens, starts) for each in (runner, theirs, exact))
         assert apart(mine, want) <= 1.2 * apart(other, want)

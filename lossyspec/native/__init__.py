@@ -1,1 +1,1 @@
-"""Passes of quantised models on x86 CPUs by code of our own, compiled once with the system's C++ compiler."""
+"""Passes on x86 CPUs by code of our own, compiled once with the system's g++."""

@@ -21,7 +21,7 @@ logger = logging.getLogger("lossytune")
 
 #: "off": torch's kernels
 SWITCH = "LOSSYTUNE_NATIVE"
-_COMPILERS = ("g++", "clang++", "c++")
+_COMPILER = "g++"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _LIMIT_S = 120
 
@@ -86,9 +86,9 @@ def library() -> ctypes.CDLL | None:
     if "avx2" not in flags:
         logger.debug("quantised passes by torch's kernels: this CPU has no AVX2")
         return None
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    compiler = shutil.which(_COMPILER)
     if compiler is None:
-        logger.info("quantised passes by torch's kernels, which are slower: no C++ compiler (apt-get install g++)")
+        logger.info("quantised passes by torch's kernels, which are slower: no g++ (apt-get install g++)")
         return None
     source = str(files("lossyspec.native").joinpath("stack.cpp"))
     try:

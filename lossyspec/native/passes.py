@@ -31,7 +31,7 @@ _MATRICES = ("qkv", "out", "gate_up", "down")
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 #: positions whose angles are made at a time
 _ANGLES = 1024
-#: tokens of a pass that the compiled code is faster with than products by units for bf16
+#: tokens of a row that the compiled code is about as fast with as products by units for bf16
 _FEW = 32
 
 
@@ -177,9 +177,10 @@ class NativeStack(NativeLayers):
         self._embed = stack.model.base_model.embed_tokens
         self._head = pack16(stack.model.get_output_embeddings().weight) if self._plain_head() else None
 
-    def takes(self, tokens: int) -> bool:
-        """Whether a pass of so many tokens runs here: many of them have enough to do for the CPU's units for bf16."""
-        return self.dtype != torch.bfloat16 or tokens <= _FEW or not multiplies_bf16()
+    def takes(self, count: int) -> bool:
+        """Whether a pass of so many tokens a row runs here: prompts are read faster by the CPU's units for bf16. All others
+        round alike, plain ones and those that verify, whatever the batch."""
+        return self.dtype != torch.bfloat16 or count <= _FEW or not multiplies_bf16()
 
     def _plain_head(self) -> bool:
         """Whether the output rows are a linear layer in bf16 that nothing listens to."""
@@ -194,7 +195,7 @@ class NativeStack(NativeLayers):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(.., V) of hidden states."""
-        if self._head is None or not self._plain_head() or not self.takes(hidden.shape[:-1].numel()):
+        if self._head is None or not self._plain_head() or not self.takes(hidden.shape[-2]):
             return self._stack.logits(hidden)
         return times(hidden.reshape(-1, hidden.shape[-1]), self._head).view(*hidden.shape[:-1], -1)
 

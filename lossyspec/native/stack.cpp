@@ -1,13 +1,14 @@
 // Passes of a decoder stack of the Llama family on x86 CPUs, with int4, int8 and bf16 weights, in one call: no operation of
 // torch's in between, whose launch costs more than its work when a pass reads one to sixteen tokens.
 //
-// Products with int4 and int8 weights are sums of whole numbers. A row of activations is split into two digits of -63 .. 63 under its largest
-// magnitude, whose steps are 1/7938 of it: finer than bf16. Sums of a group are exact, and floats are added in one order, so
-// that a row's result is the same to the bit in any company: the law does not depend on how many tokens a pass verifies.
+// Products with int4 and int8 weights are sums of whole numbers. A row of activations is split into two digits of -63 .. 63
+// under its largest magnitude, whose steps are 1/7938 of it: finer than bf16. Sums of a group are exact, and floats are added
+// in one order, so that a row's result is the same to the bit in any company: the law does not depend on how many tokens a
+// pass verifies.
 //
-// Outputs lie in blocks of 16, one to a lane. int4 (w = scale * (n - 8) + middle, n in 0 .. 15, groups of 32 inputs): by group 256
-// bytes, of which byte 4 o + i of vector j holds inputs 8 j + i (low half) and 8 j + 4 + i (high half) of output o; then 16
-// scales and 16 middles in bf16. int8: by 4 inputs 64 bytes, byte 4 o + i; at the end of a block 16 scales in fp32, and 16
+// Outputs lie in blocks of 16, one to a lane. int4 (w = scale * (n - 8) + middle, n in 0 .. 15, groups of 32 inputs): by group
+// 256 bytes, of which byte 4 o + i of vector j holds inputs 8 j + i (low half) and 8 j + 4 + i (high half) of output o; then
+// 16 scales and 16 middles in bf16. int8: by 4 inputs 64 bytes, byte 4 o + i; at the end of a block 16 scales in fp32, and 16
 // sums of 64 w. bf16: by input 32 bytes, one number an output; multiplied in fp32.
 #include <cmath>
 #include <cstdint>
@@ -29,7 +30,6 @@ typedef uint8_t Bytes __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
-typedef int32_t QuarterPlaces __attribute__((vector_size(16)));
 typedef int8_t Digits16 __attribute__((vector_size(16)));
 typedef int8_t LooseDigits16 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef float LooseFloats __attribute__((vector_size(64), aligned(4), may_alias));
@@ -79,12 +79,11 @@ inline float total(Floats values) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// The same of four at once.
+// Sums of four at once, each as any other of them.
 inline Quarter totals(const Floats* values) {
-    const Quarter a = quarters(values[0]), b = quarters(values[1]), c = quarters(values[2]), d = quarters(values[3]);
-    const Quarter ab = __builtin_shuffle(a, b, QuarterPlaces{0, 4, 1, 5}) + __builtin_shuffle(a, b, QuarterPlaces{2, 6, 3, 7});
-    const Quarter cd = __builtin_shuffle(c, d, QuarterPlaces{0, 4, 1, 5}) + __builtin_shuffle(c, d, QuarterPlaces{2, 6, 3, 7});
-    return __builtin_shuffle(ab, cd, QuarterPlaces{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, QuarterPlaces{2, 3, 6, 7});
+    __m128 sums[4];
+    for (int i = 0; i < 4; i++) sums[i] = (__m128)quarters(values[i]);
+    return (Quarter)_mm_hadd_ps(_mm_hadd_ps(sums[0], sums[1]), _mm_hadd_ps(sums[2], sums[3]));
 }
 
 // Adds to each lane its four products of unsigned and signed bytes. Where two products are added in 16 bits, 7 bits of one
