@@ -84,18 +84,18 @@ def library() -> ctypes.CDLL | None:
         return None
     flags = _flags()
     if "avx2" not in flags:
-        logger.debug("quantised passes by torch's kernels: this CPU has no AVX2")
+        logger.debug("passes by torch's kernels: this CPU has no AVX2")
         return None
     compiler = shutil.which(_COMPILER)
     if compiler is None:
-        logger.info("quantised passes by torch's kernels, which are slower: no g++ (apt-get install g++)")
+        logger.info("passes by torch's kernels, which are slower: no g++ (apt-get install g++)")
         return None
     source = str(files("lossyspec.native").joinpath("stack.cpp"))
     try:
         return _declared(ctypes.CDLL(str(_built(compiler, Path(source), flags))))
     except (OSError, subprocess.SubprocessError) as problem:
         said = getattr(problem, "stderr", None) or str(problem)
-        logger.warning("quantised passes by torch's kernels, which are slower: %s failed: %s", compiler, said.strip()[-500:])
+        logger.warning("passes by torch's kernels, which are slower; ours could not be compiled: %s", said.strip()[-500:])
         return None
 
 
@@ -120,7 +120,7 @@ def _built(compiler: str, source: Path, flags: list[str]) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     took_s = perf_counter() - began
-    logger.info("compiled the passes of quantised models for this CPU in %.1f s; they are kept in %s", took_s, place)
+    logger.info("compiled the passes of models for this CPU in %.1f s; they are kept in %s", took_s, place)
     return place
 
 
