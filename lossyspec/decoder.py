@@ -31,7 +31,7 @@ from .session import Session
 from .settings import Sampling, Settings, make_sampling
 from .stats import Stats
 from .stopping import Stopping, final_text, stable_text
-from .versions import TUNED_WITH, versions
+from .versions import tuned_with, versions
 
 logger = logging.getLogger("lossytune")
 
@@ -295,5 +295,5 @@ def identify_here(target: LoadedModel, draft: LoadedDraft) -> Here:
         ModelIdentity(**target.identity),
         draft_identity(draft),
         tokenizer_sha256(target.tokenizer),
-        {name: version for name, version in found.items() if name in TUNED_WITH},
+        tuned_with(found),
     )

@@ -58,7 +58,7 @@ class FeatureDraft:
             _pack(self.head)
         self._native = None
         if packed:
-            self._native = native_head(self.head, lambda module: module.matrix, weight.detach(), self.rows)
+            self._native = native_head(self.head, weight.detach(), self.rows)
         self._cache = RowCache(head.shape.layers, 0)
         self._rope = (weight.new_zeros(1, 1, 0, 0), weight.new_zeros(1, 1, 0, 0))
         self._features = weight.new_zeros(0)

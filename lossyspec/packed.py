@@ -17,11 +17,10 @@ from torch import Tensor
 from . import digits
 from .hardware import FP8_ON_CPU, packed_problem
 from .native import products
+from .native.products import GROUP
 
 #: numbers of a matrix from which on integer products are faster: output rows
 _LARGE = 1 << 22
-#: inputs of an int4 group
-GROUP = 32
 _CPU_TILES = 2
 #: 16 inputs each, so many of them packed together on a GPU: as many as go into the width
 _CUDA_TILES = (8, 4, 2)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .errors import ConfigurationError
 from .fused import Dense, FusedStack, RootMeanSquare, dense, fuse
-from .packed import GROUP, Kernels, kernels_of
+from .native.products import GROUP
+from .packed import Kernels, kernels_of
 
 #: cuBLAS takes matrices of fp8 in so many rows and columns
 _FP8_TILE = 16

@@ -10,6 +10,11 @@ PACKAGES = ("lossytune", "torch", "transformers", "optuna", "numpy")
 TUNED_WITH = ("torch", "transformers", "cpu_kernels")
 
 
+def tuned_with(found: dict[str, str]) -> dict[str, str]:
+    """Those of some versions that a profile is held against."""
+    return {name: version for name, version in found.items() if name in TUNED_WITH}
+
+
 def versions() -> dict[str, str]:
     """Installed versions by package name, and Python's; a package that is not installed is left out."""
     found = {"python": platform.python_version()}

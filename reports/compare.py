@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lossyspec.records import Estimate
+from lossyspec.versions import TUNED_WITH
 
 from .load import Run
 
@@ -33,7 +34,6 @@ def _best(read: Callable[[Any], Any]) -> Callable[[Run], Any]:
     return lambda run: read(run.recommended) if run.recommended else None
 
 
-_VERSIONS = ("lossytune", "torch", "transformers", "cpu_kernels")
 #: runs that differ in one of these measured different things: they are never drawn together
 MUST_AGREE: tuple[Field, ...] = (
     ("target", lambda run: _hash(run.manifest.target)),
@@ -48,10 +48,7 @@ FOOTNOTES: tuple[Field, ...] = (
     ("driver", lambda run: _fingerprint(run, "driver") or _gpu(run, "driver")),
     ("CUDA driver", lambda run: _fingerprint(run, "cuda_driver") or _gpu(run, "cuda_driver")),
     ("kernel of the system", lambda run: run.manifest.hardware.get("kernel")),
-    *(
-        (name, lambda run, name=name: run.manifest.versions.get(name))
-        for name in ("lossytune", "torch", "transformers", "cpu_kernels")
-    ),
+    *((name, lambda run, name=name: run.manifest.versions.get(name)) for name in ("lossytune", *TUNED_WITH)),
     ("batch size", _best(lambda point: point.batch_size)),
     ("loss limit", lambda run: run.loss_limit),
 )

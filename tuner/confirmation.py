@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from lossyspec.profile import Evidence, Here, MatchFields, Profile, Provenance
 from lossyspec.records import BlockRecord, Corpus, Front, FrontPoint, Quality, RunManifest, TrialRecord
 from lossyspec.settings import Precision, ScheduleRow, Settings
-from lossyspec.versions import TUNED_WITH
+from lossyspec.versions import tuned_with
 
 from .measurement.live import speed_ratio, summarise, tokens_per_s
 from .models import ModelPool
@@ -199,7 +199,7 @@ def build_profile(
     states = [record.state for record in records]
     batches = sorted({record.batch_size for record in records})
     rows = schedule(point, objective, batches, confirmed.front.max_quality_loss)
-    kept = {name: version for name, version in manifest.versions.items() if name in TUNED_WITH}
+    kept = tuned_with(manifest.versions)
     return Profile(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         task=manifest.task,

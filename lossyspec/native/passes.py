@@ -225,8 +225,8 @@ def _check_weights(stack: FusedStack) -> None:
 class NativeHead(NativeLayers):
     """Steps of a feature head: embeddings and features in, its own features and logits over its token map out."""
 
-    def __init__(self, head: FeatureHead, packed: Callable[[Any], Any], embeddings: Tensor, rows: Any) -> None:
-        """packed: the matrix of one of the head's modules. rows: the target's output rows. Raises `Unfit`."""
+    def __init__(self, head: FeatureHead, embeddings: Tensor, rows: Any) -> None:
+        """head: packed. rows: the target's output rows, packed. Raises `Unfit`."""
         shape = head.shape
         size = shape.width // shape.heads
 
@@ -239,15 +239,16 @@ class NativeHead(NativeLayers):
 
         def layer(block: Any) -> FusedLayer:
             return FusedLayer(
-                norm(block.norm_attention), packed(block.qkv), None, packed(block.out), None,
-                norm(block.norm_mlp), packed(block.gate_up), F.silu, packed(block.down), None,
+                norm(block.norm_attention), block.qkv.matrix, None, block.out.matrix, None,
+                norm(block.norm_mlp), block.gate_up.matrix, F.silu, block.down.matrix, None,
             )  # fmt: skip
 
         heads = (shape.heads, shape.kv_heads, size)
         super().__init__([layer(block) for block in head.blocks], norm(head.norm), heads, size**-0.5, turns)
         if shape.width != shape.hidden:
             raise Unfit("the head is of another width than its target")
-        bias, parts = head.bias.detach(), (packed(head.fc).packed, rows.packed)
+        joins: Any = head.fc
+        bias, parts = head.bias.detach(), (joins.matrix.packed, rows.packed)
         if not all(isinstance(part, Blocks) for part in parts):
             raise Unfit("its matrices are not packed for the compiled code")
         if embeddings.dtype not in (torch.float32, torch.bfloat16):
@@ -275,10 +276,10 @@ class NativeHead(NativeLayers):
         return x, logits
 
 
-def native_head(head: FeatureHead, packed: Callable[[Any], Any], embeddings: Tensor, rows: Any) -> NativeHead | None:
+def native_head(head: FeatureHead, embeddings: Tensor, rows: Any) -> NativeHead | None:
     """The steps of a packed head by the compiled code; None, with the reason in the log, where it has not all parts."""
     try:
-        return NativeHead(head, packed, embeddings, rows)
+        return NativeHead(head, embeddings, rows)
     except Unfit as reason:
         logger.debug("the draft head runs by torch's operations: %s", reason)
         return None

@@ -79,6 +79,12 @@ inline float total(Floats values) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+inline float largest(Floats values) {
+    float result = values[0];
+    for (int lane = 1; lane < LANES; lane++) result = values[lane] > result ? values[lane] : result;
+    return result;
+}
+
 // Sums of four at once, each as any other of them.
 inline Quarter totals(const Floats* values) {
     __m128 sums[4];
@@ -200,16 +206,14 @@ struct Digits {
             std::memcpy(values + row * width, x, 4 * width);
             return;
         }
-        Floats highest = {}, sum = {};
+        Floats sizes = {}, sum = {};
         int64_t at = 0;
-        float most = 0.0f, finite = 0.0f;
         for (; at + LANES <= width; at += LANES) {
             Floats value = load(x + at), size = value < Floats{} ? -value : value;
-            highest = size > highest ? size : highest;
+            sizes = size > sizes ? size : sizes;
             sum += value * Floats{};  // NaN where a value is not finite
         }
-        for (int lane = 0; lane < LANES; lane++) most = highest[lane] > most ? highest[lane] : most;
-        finite = total(sum);
+        float most = largest(sizes), finite = total(sum);
         for (; at < width; at++) {
             most = std::fabs(x[at]) > most ? std::fabs(x[at]) : most;
             finite += x[at] * 0.0f;
@@ -426,8 +430,7 @@ void attend(const float* const* q, int64_t tokens, const Number* keys, const Num
             Floats value = load(row + i);
             most = value > most ? value : most;
         }
-        float highest = most[0];
-        for (int lane = 1; lane < LANES; lane++) highest = most[lane] > highest ? most[lane] : highest;
+        const float highest = largest(most);
         Floats sum = {};
         for (int64_t i = 0; i < padded; i += LANES) {
             Floats score = load(row + i), weight = exponential(score - highest);
