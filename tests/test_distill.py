@@ -43,6 +43,7 @@ from lossyspec.tuner.distill.training import (
     Trainer,
     batches,
     frequent_tokens,
+    grown,
     learning_rate,
     over_tokens,
     rolled_out,
@@ -209,6 +210,21 @@ def test_a_head_goes_on_over_other_tokens() -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_a_head_grows_by_layers_that_begin_as_if_not_there() -> None:
+    torch.manual_seed(0)
+    head = FeatureHead(HeadShape(32, 32, 4, 4, 96, 1, 3), torch.tensor([4, 7, 9]))
+    other = grown(head, 3)
+    assert other.shape.layers == 3 and grown(head, 1) is head
+    embeddings, features = torch.randn(2, 1, 5, 32)
+    for mine, theirs in zip(head.unroll(embeddings, features, 2), other.unroll(embeddings, features, 2), strict=True):
+        assert torch.equal(mine, theirs)
+    other.unroll(embeddings, features, 1)[0].square().sum().backward()
+    for block in other.blocks[1:]:
+        assert block.out.weight.grad.abs().sum() > 0 and block.down.weight.grad.abs().sum() > 0
+    with pytest.raises(ConfigurationError, match="layers is 1; the head to go on from has 3: give at least as many"):
+        grown(other, 1)
+
+
 def test_the_whole_job_resumes_and_its_head_drafts(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     options = {
@@ -237,7 +253,7 @@ def test_the_whole_job_resumes_and_its_head_drafts(tmp_path: Path) -> None:
     generation = decoder.generate_ids([[5, 6, 7, 8]], 24, temperature=0.0)
     plain = Decoder(target).generate_ids([[5, 6, 7, 8]], 24, temperature=0.0)
     assert generation[0].tokens == plain[0].tokens and generation.stats.drafted > 0
-    with pytest.raises(ConfigurationError, match="layers: 1 then, 2 now"):
+    with pytest.raises(ConfigurationError, match="layers: None then, 2 now"):
         Distillation(make_distill_config(**options, layers=2), tmp_path / "out", QUIET)
 
 

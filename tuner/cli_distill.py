@@ -35,7 +35,9 @@ from .config import parse_duration_s
 @click.option("--tokens", type=int, default=300_000, help="Tokens that the target writes.")
 @click.option("--budget", default=None, help="Wall-clock time: 10m, 2h. [default: none]")
 @click.option("--from", "start", type=click.Path(path_type=Path), default=None, help="A head to go on from. [default: none]")
-@click.option("--layers", type=int, default=1, help="Decoder layers of the head.")
+@click.option(
+    "--layers", type=int, help="Decoder layers of the head (1, or what --from has; more of them begin as if not there)."
+)
 @click.option("--width", type=int, default=None, help="Hidden size of the head. [default: the target's]")
 @click.option("--vocab", type=int, default=8192, help="Most frequent tokens that the head can propose.")
 @click.option("--depths", type=int, default=3, help="Steps that training rolls the head out on its own features.")

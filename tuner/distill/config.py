@@ -12,7 +12,8 @@ from lossyspec.settings import Model, validation_message
 
 class DistillConfig(Model):
     """What a distillation was asked for. budget_s None: no limit. rows, length: streams of a shard. start: a head to go on
-    from; its sizes and its token map hold then. openings: a text, one a line; None: those that come with the tuner."""
+    from; its sizes hold then. layers None: 1, or what `start` has. openings: a text, one a line; None: those that come with
+    the tuner."""
 
     target: str = "embedded"
     data: Path | None = None
@@ -21,7 +22,7 @@ class DistillConfig(Model):
     tokens: int = Field(300_000, ge=1_000)
     budget_s: float | None = None
     start: Path | None = None
-    layers: int = Field(1, ge=1, le=8)
+    layers: int | None = Field(None, ge=1, le=8)
     width: int | None = Field(None, ge=32, multiple_of=32)
     vocab: int = Field(8192, ge=16)
     depths: int = Field(3, ge=1, le=8)

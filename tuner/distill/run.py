@@ -38,7 +38,7 @@ from .data import (
 from .loss import overlap
 from .openings import openings_of
 from .payoff import payoff
-from .training import Recipe, Trainer, batches, frequent_tokens, over_tokens
+from .training import Recipe, Trainer, batches, frequent_tokens, grown, over_tokens
 
 #: share of a budget that is spent on writing data
 _DATA_SHARE = 0.5
@@ -84,11 +84,17 @@ class Distillation:
         if self.config.streams:
             load_archives(self.config.streams, self.decoder.target.vocab_size)
         if self.config.start is not None:
-            load_head(self.config.start, self.loaded)
+            self._start()
         self.openings = openings_of(self.loaded.tokenizer, self.config.openings)
         limit = self.decoder.target.position_limit
         if limit is not None and self.config.length >= limit:
             raise ConfigurationError(f"length is {self.config.length}; the target has {limit} positions: give less --length")
+
+    def _start(self) -> FeatureHead:
+        assert self.config.start is not None
+        torch.manual_seed(self.config.seed)
+        head = load_head(self.config.start, self.loaded)
+        return grown(head, self.config.layers or head.shape.layers)
 
     def _check_resumed(self) -> None:
         """Raises ConfigurationError when the folder holds another distillation; only what limits the run may differ."""
@@ -220,7 +226,7 @@ class Distillation:
         stored, _ = read_tensors(path, "token_map", "coverage")
         ids, coverage = stored["token_map"], float(stored["coverage"])
         if config.start is not None:
-            return over_tokens(load_head(config.start, self.loaded), ids), coverage
+            return over_tokens(self._start(), ids), coverage
         text, hidden = self.loaded.model.config.get_text_config(), self.loaded.model.get_input_embeddings().weight.shape[1]
         width = config.width or hidden
         size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
@@ -228,7 +234,7 @@ class Distillation:
         kv_heads = max(1, width // size // 3) if (width // size) % 3 == 0 else width // size
         torch.manual_seed(config.seed)
         intermediate = -(-width * 8 // 3 // 64) * 64
-        shape = HeadShape(hidden, width, width // size, kv_heads, intermediate, config.layers, len(ids))
+        shape = HeadShape(hidden, width, width // size, kv_heads, intermediate, config.layers or 1, len(ids))
         return FeatureHead(shape, ids), coverage
 
     def _train(

@@ -200,6 +200,23 @@ def over_tokens(head: FeatureHead, token_map: Tensor) -> FeatureHead:
     return other
 
 
+def grown(head: FeatureHead, layers: int) -> FeatureHead:
+    """The same head with more layers, whose last matrices are 0: they pass on what comes in until they learn. Raises
+    ConfigurationError for fewer layers than it has."""
+    have = head.shape.layers
+    if layers == have:
+        return head
+    if layers < have:
+        raise ConfigurationError(f"layers is {layers}; the head to go on from has {have}: give at least as many")
+    other = FeatureHead(replace(head.shape, layers=layers), head.token_map)
+    other.load_state_dict(head.state_dict(), strict=False)
+    for block in other.blocks[have:]:
+        for part in (block.out, block.down):
+            assert isinstance(part, torch.nn.Linear)
+            torch.nn.init.zeros_(part.weight)
+    return other
+
+
 def _counts(shards: Sequence[Path], vocab_size: int) -> Tensor:
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for path in shards:
@@ -208,4 +225,14 @@ def _counts(shards: Sequence[Path], vocab_size: int) -> Tensor:
     return counts
 
 
-__all__ = ["Recipe", "Trainer", "batches", "frequent_tokens", "learning_rate", "over_tokens", "progress", "rolled_out"]
+__all__ = [
+    "Recipe",
+    "Trainer",
+    "batches",
+    "frequent_tokens",
+    "grown",
+    "learning_rate",
+    "over_tokens",
+    "progress",
+    "rolled_out",
+]
