@@ -112,11 +112,14 @@ def test_the_numbers_are_those_of_torchs_kernels_with_more_digits() -> None:
 
 @compiled
 @pytest.mark.parametrize("count", [1, 3, 5, 8, 21])
-def test_bf16_weights_are_multiplied_in_fp32(count: int) -> None:
-    weight = torch.randn(37, 50).bfloat16()
-    x = torch.randn(count, 50)
-    got = products.times(x, products.pack16(weight))
-    torch.testing.assert_close(got, x @ weight.float().T, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("width", [2, 50, 64, 192, 230])
+def test_bf16_weights_are_multiplied_with_16_bits_of_an_activation(count: int, width: int) -> None:
+    weight = torch.randn(37, width).bfloat16()
+    x = torch.randn(count, width)
+    got, bound = products.times(x, products.pack16(weight)), x.abs().double() @ weight.abs().double().T
+    assert bool(((got - x.double() @ weight.double().T).abs() <= 2**-16 * bound).all())
+    for row in range(count):
+        assert torch.equal(products.times(x[row : row + 1], products.pack16(weight)), got[row : row + 1])
 
 
 @compiled
@@ -270,24 +273,32 @@ def test_the_code_is_compiled_once_and_kept(fresh: Path, caplog: pytest.LogCaptu
 
 
 @compiled
-@pytest.mark.parametrize(("kind", "needs"), [("haswell", "avx2"), ("skylake-avx512", "avx512bw")])
+@pytest.mark.parametrize(("kind", "needs"), [("haswell", "avx2"), ("skylake-avx512", "avx512bw"), ("native", "amx_tile")])
 def test_cpus_without_newer_instructions_get_the_same_numbers(
     kind: str, needs: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last is a CPU with tiles that the system does not let us use."""
     if needs not in build._flags():
         pytest.skip(f"this CPU has no {needs}")
     parts = [matrix(each, 100, 192) for each in (Int4, Int8)]
-    x, found = torch.randn(5, 192), []
+    weight = torch.randn(100, 230).bfloat16()
+    x, wide, found = torch.randn(5, 192), torch.randn(5, 230), []
     runner, _ = pair("qwen3", "int4-int8")
-    for flags in (build._FLAGS, tuple(f"-march={kind}" if flag == "-march=native" else flag for flag in build._FLAGS)):
-        monkeypatch.setattr(build, "_FLAGS", flags)
+    for old in (False, True):
+        if old:
+            flags = tuple(f"-march={kind}" if flag == "-march=native" else flag for flag in build._FLAGS)
+            monkeypatch.setattr(build, "_FLAGS", flags)
+            monkeypatch.setattr(build, "_allowed", lambda code: False)
+            if kind != "native":
+                monkeypatch.setattr(build, "_flags", lambda: ["avx2"])
         build.library.cache_clear()
         assert build.library() is not None
         native = native_stack(runner._fused)
         assert native is not None
         runner._native = native
         runner.start([[5, 6, 7], [3, 4]], 16)
-        found.append([*(part(x) for part in parts), runner.logits(torch.tensor([[8, 9], [5, 6]]), [2, 1])])
+        logits = runner.logits(torch.tensor([[8, 9, 3], [5, 6, 4]]), [2, 1])
+        found.append([*(part(x) for part in parts), products.times(wide, products.pack16(weight)), logits])
     assert len(list((fresh / "native").iterdir())) == 2
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-3)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +24,9 @@ logger = logging.getLogger("lossytune")
 SWITCH = "LOSSYTUNE_NATIVE"
 _COMPILER = "g++"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_SOURCES = ("stack.cpp", "products.h", "by_vectors.h", "tiles.h", "vectors.h")
+_TILES = {"amx_tile", "amx_int8", "amx_bf16"}
+_NO_TILES = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 _LIMIT_S = 120
 
 
@@ -90,9 +94,11 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         logger.info("passes by torch's kernels, which are slower: no g++ (apt-get install g++)")
         return None
-    source = str(files("lossyspec.native").joinpath("stack.cpp"))
+    folder = Path(str(files("lossyspec.native")))
     try:
-        return _declared(ctypes.CDLL(str(_built(compiler, Path(source), flags))))
+        return _with_tiles(compiler, folder, flags) or _declared(
+            ctypes.CDLL(str(_built(compiler, folder, flags, _NO_TILES)))
+        )
     except (OSError, subprocess.SubprocessError) as problem:
         said = getattr(problem, "stderr", None) or str(problem)
         logger.warning("passes by torch's kernels, which are slower; ours could not be compiled: %s", said.strip()[-500:])
@@ -104,17 +110,34 @@ def kernels() -> str:
     return "native" if library() is not None else "torch"
 
 
-def _built(compiler: str, source: Path, flags: list[str]) -> Path:
-    """The library's file, compiled unless it is there: for this source, this compiler and this CPU."""
+def _with_tiles(compiler: str, folder: Path, flags: list[str]) -> ctypes.CDLL | None:
+    """The code for a CPU that multiplies tiles (AMX), where the system lets us have them."""
+    if not _TILES.issubset(flags):
+        return None
+    code = ctypes.CDLL(str(_built(compiler, folder, flags)))
+    if _allowed(code):
+        return _declared(code)
+    logger.info("passes without tiles, which are slower for several tokens: the system does not let this process use AMX")
+    return None
+
+
+def _allowed(code: ctypes.CDLL) -> bool:
+    """Whether the system gives this process the state that tiles need: older Linux does not."""
+    return bool(code.lossyspec_tiles())
+
+
+def _built(compiler: str, folder: Path, flags: list[str], more: Sequence[str] = ()) -> Path:
+    """The library's file, compiled unless it is there: for these sources, this compiler, this CPU and these options."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout
-    about = "\n".join([source.read_text(encoding="utf-8"), version, *_FLAGS, *flags])
+    sources = [(folder / name).read_text(encoding="utf-8") for name in _SOURCES]
+    about = "\n".join([*sources, version, *_FLAGS, *more, *flags])
     place = cache_folder() / "native" / f"stack-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     if place.exists():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     began, partial = perf_counter(), place.with_suffix(f".{os.getpid()}.part")
     try:
-        command = [compiler, *_FLAGS, str(source), "-o", str(partial), *_openmp()]
+        command = [compiler, *_FLAGS, *more, str(folder / _SOURCES[0]), "-o", str(partial), *_openmp()]
         subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
         partial.replace(place)  # whole or not at all, whoever else builds it
     finally:

@@ -43,9 +43,9 @@ def blocks_of(part: Any) -> Blocks | None:
     """A matrix as the compiled code reads it: its own blocks, or a copy of what is bf16 on the CPU."""
     if isinstance(packed := getattr(part, "packed", None), Blocks):
         return packed
-    if isinstance(part, Dense) and part.weight.dtype == torch.bfloat16 and part.weight.device.type == "cpu":
-        return pack16(part.weight)
-    return None
+    if not isinstance(part, Dense) or part.weight.dtype != torch.bfloat16 or part.weight.device.type != "cpu":
+        return None
+    return pack16(part.weight) if part.weight.shape[1] % 2 == 0 else None
 
 
 class NativeLayers:
@@ -187,7 +187,7 @@ class NativeStack(NativeLayers):
         head: Any = self._stack.head
         if type(head) is not torch.nn.Linear or head.bias is not None or head._forward_hooks or head._forward_pre_hooks:
             return False
-        return head.weight.dtype == torch.bfloat16
+        return head.weight.dtype == torch.bfloat16 and head.in_features % 2 == 0
 
     def hidden(self, tokens: Tensor, starts: Sequence[int], cache: RowCache) -> Tensor:
         """Final states (batch, n, hidden) of tokens (batch, n), in the model's dtype; see `through`."""

@@ -66,9 +66,9 @@ def pack8(weight: Tensor, scales: Tensor) -> Blocks:
 
 
 def pack16(weight: Tensor) -> Blocks:
-    """weight: (out, in) bf16."""
+    """weight: (out, in) bf16, in even."""
     outputs, inputs = weight.shape
-    rows = F.pad(weight.detach(), (0, 0, 0, -outputs % LANES)).view(-1, LANES, inputs)
+    rows = F.pad(weight.detach(), (0, 0, 0, -outputs % LANES)).view(-1, LANES, inputs // 2, 2)
     return Blocks(rows.transpose(1, 2).contiguous().view(torch.uint8).flatten(1), outputs, inputs, 16)
 
 

@@ -38,7 +38,7 @@ from .data import (
 from .loss import overlap
 from .openings import openings_of
 from .payoff import payoff
-from .training import Recipe, Trainer, batches, frequent_tokens, grown, over_tokens
+from .training import Recipe, Trainer, batches, frequent_tokens, grown, over_tokens, progress
 
 #: share of a budget that is spent on writing data
 _DATA_SHARE = 0.5
@@ -48,6 +48,7 @@ _EVALUATED = (8192, 32768)  # of their tokens: as training goes on, and in the e
 _DEPTHS = 4  # to which overlaps are measured
 _EVALUATIONS, _EVALUATE_EVERY = 20, 200  # at least so many, at most so many steps apart
 _PATIENCE = 4  # evaluations without a rise that end the training
+_LATE = 0.5  # of the schedule: before, the rate is high, and a head that goes on is worse than it was for a while
 
 
 @dataclass(frozen=True)
@@ -248,14 +249,16 @@ class Distillation:
             bar.advance()
             if step % every == 0 or step == total:
                 found = test()
-                history.append({"step": step, "loss": loss, "overlap": [row["overlap"] for row in found]})
+                share = round(progress(trainer.recipe, step, spent()), 3)
+                history.append({"step": step, "share": share, "loss": loss, "overlap": [row["overlap"] for row in found]})
                 left = (monotonic() - begun) / (step - first) * (total - step)
                 shown = " ".join(f"{row['overlap']:.3f}" for row in found)
                 self.reporter.say(
                     f"step {step} of {total}: loss {loss:.3f}, held-out overlap {shown}, {left / 60:.0f} min left"
                 )
                 trainer.save(self.folder / "checkpoint")
-            return not (self.stop() or self._spent(1.0) or _stalled(history))
+            late = [row for row in history if row["share"] >= _LATE]
+            return not (self.stop() or self._spent(1.0) or _stalled(late))
 
         before = begun - self.began  # of the budget, spent on data
 

@@ -1,0 +1,156 @@
+// Vectors of 16 lanes, whatever the CPU has them in.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__)
+#define TILES
+#endif
+
+namespace {
+
+constexpr int LANES = 16, GROUP = 32, GROUP4_BYTES = 320, ROWS = 8;
+constexpr int AHEAD = 16384;  // bytes of weights that are fetched ahead: the hardware alone stays behind
+constexpr float MOST = 63.0f, SECOND = 126.0f;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint8_t Bytes __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
+typedef int8_t Digits16 __attribute__((vector_size(16)));
+typedef int8_t LooseDigits16 __attribute__((vector_size(16), aligned(1), may_alias));
+typedef float LooseFloats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint8_t LooseBytes __attribute__((vector_size(64), aligned(1), may_alias));
+typedef int32_t LooseInts __attribute__((vector_size(64), aligned(1), may_alias));
+typedef uint16_t LooseHalves __attribute__((vector_size(32), aligned(1), may_alias));
+
+inline Floats load(const float* from) { return *(const LooseFloats*)from; }
+inline void store(float* to, Floats value) { *(LooseFloats*)to = value; }
+inline Floats all(float value) { return value - Floats{}; }
+
+inline Floats load_bf16(const void* from) {
+    Halves halves = *(const LooseHalves*)from;
+    return (Floats)(__builtin_convertvector(halves, Ints) << 16);
+}
+
+inline float widened(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
+}
+
+// To the nearest, halves to even; NaN stays one.
+inline uint16_t narrowed(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
+// Numbers of a cache: 16 of them, and one.
+inline Floats load(const uint16_t* from) { return load_bf16(from); }
+inline float number(float value) { return value; }
+inline float number(uint16_t value) { return widened(value); }
+
+// Whole numbers, halves to the even one.
+inline Ints nearest(Floats x) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtps_epi32((__m512)x);
+#else
+    union { Floats whole; __m256 half[2]; } from{x};
+    union { Ints whole; __m256i half[2]; } to;
+    for (int i = 0; i < 2; i++) to.half[i] = _mm256_cvtps_epi32(from.half[i]);
+    return to.whole;
+#endif
+}
+inline int nearest(float x) { return _mm_cvtss_si32(_mm_set_ss(x)); }
+
+// Sums of four by four lanes.
+inline Quarter quarters(Floats values) {
+    union { Floats whole; Eight half[2]; } sixteen{values};
+    union { Eight whole; Quarter half[2]; } eight{sixteen.half[0] + sixteen.half[1]};
+    return eight.half[0] + eight.half[1];
+}
+
+inline float total(Floats values) {
+    const Quarter four = quarters(values);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+inline float largest(Floats values) {
+    float result = values[0];
+    for (int lane = 1; lane < LANES; lane++) result = values[lane] > result ? values[lane] : result;
+    return result;
+}
+
+// Sums of the lanes of 16 vectors, each as any other of them: pairs of vectors are laid into one, four times.
+inline Floats totals(Floats* values) {
+    const auto pick = [](Floats a, Floats b, Ints which) { return __builtin_shuffle(a, b, which); };
+    const Ints low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}, high = low + 2;
+    for (int i = 0; i < 8; i++) {
+        const Floats a = values[2 * i], b = values[2 * i + 1];
+        values[i] = pick(a, b, low) + pick(a, b, high);
+    }
+    const Ints lows = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, highs = lows + 2;
+    for (int i = 0; i < 4; i++) {
+        const Floats a = values[2 * i], b = values[2 * i + 1];
+        values[i] = pick(a, b, lows) + pick(a, b, highs);
+    }
+    // quarters of 4 lanes, each with sums of another four vectors
+    const Ints even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, odd = even + 4;
+    for (int i = 0; i < 2; i++) {
+        const Floats a = values[2 * i], b = values[2 * i + 1];
+        values[i] = pick(a, b, even) + pick(a, b, odd);
+    }
+    return pick(values[0], values[1], even) + pick(values[0], values[1], odd);
+}
+
+// Adds to each lane its four products of unsigned and signed bytes. Where two products are added in 16 bits, 7 bits of one
+// and 8 of the other do not overflow.
+inline Ints dot(Ints sum, Bytes unsigned_bytes, Bytes signed_bytes) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)unsigned_bytes, (__m512i)signed_bytes);
+#elif defined(__AVX512BW__)
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)signed_bytes);
+    return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    union Split { Bytes whole; Ints ints; __m256i half[2]; } u{unsigned_bytes}, s{signed_bytes}, result;
+    for (int i = 0; i < 2; i++)
+        result.half[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(u.half[i], s.half[i]), _mm256_set1_epi16(1));
+    return sum + result.ints;
+#else
+#error "needs AVX2"
+#endif
+}
+
+inline Bytes four(const int8_t* from) {
+    int32_t word;
+    std::memcpy(&word, from, 4);
+    return (Bytes)(word - Ints{});
+}
+
+// exp by 2^n 2^f with a polynomial for 2^f (relative error 2e-7); 0 far below.
+inline Floats exponential(Floats x) {
+    Floats y = x * all(1.44269504088896341f);
+    y = y < all(-126.0f) ? all(-126.0f) : y;
+    y = y > all(126.0f) ? all(126.0f) : y;
+    Ints n = nearest(y);
+    Floats f = (y - __builtin_convertvector(n, Floats)) * all(0.693147180559945309f);
+    Floats p = all(1.0f / 5040);
+    p = p * f + all(1.0f / 720);
+    p = p * f + all(1.0f / 120);
+    p = p * f + all(1.0f / 24);
+    p = p * f + all(1.0f / 6);
+    p = p * f + all(0.5f);
+    p = p * f + all(1.0f);
+    p = p * f + all(1.0f);
+    Floats result = p * (Floats)((n + 127) << 23);
+    return x == x ? result : x;
+}
+
+}  // namespace
+
