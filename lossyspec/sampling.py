@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import mark_row, row_of
+from .native import laws as native
 from .settings import Sampling
 
 #: tokens whose weights are summed before one of them is drawn
@@ -97,10 +98,11 @@ def probabilities(logits: Tensor, sampling: Sampling, tau: float = 1.0) -> Tenso
     At temperature 0: the softmax of the logits themselves (at `tau`), from which the greedy rule takes the argmax.
     """
     temperature = max((sampling.temperature or 1.0) * tau, 1e-30)  # under it, fp32 overflows; it is the argmax by then
-    scaled = logits if temperature == 1.0 else logits / temperature
-    if sampling.temperature > 0:
-        scaled = _filter(scaled, sampling)
-    return scaled.softmax(-1)
+    if sampling.temperature == 0 or (sampling.top_k is None and sampling.top_p is None):
+        if temperature > 1e-4 and native.takes(logits):
+            return native.softmax(logits, temperature)
+        return (logits / temperature).softmax(-1)
+    return _filter(logits / temperature, sampling).softmax(-1)
 
 
 def laws(
@@ -150,6 +152,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     A token of weight 0 is never drawn, also not at uniform = 0 or just under 1; a row without any weight gives V. In a large
     vocabulary the block of tokens is found first, by the blocks' sums: cumulating all of it takes as long as some layers.
     """
+    if native.takes(weights):
+        return native.draw(weights, uniforms)
     if weights.shape[-1] <= _FEW:
         cumulated = weights.double().cumsum(-1)
         return _first_over(cumulated, uniforms.double() * cumulated[..., -1])

@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <omp.h>
 
+#include "laws.h"
 #include "products.h"
 
 extern "C" {
@@ -111,7 +112,7 @@ void attend(const float* const* q, int64_t tokens, const Number* keys, const Num
         const float highest = largest(most[n]);
         Floats sum = {};
         for (float* at = scores + n * stride; at < scores + n * stride + end - begin; at += LANES) {
-            const Floats score = load(at), weight = score == all(-INFINITY) ? Floats{} : exponential(score - highest);
+            const Floats score = load(at), weight = exponential_or_0(score - highest);
             store(at, weight);
             sum += weight;
         }

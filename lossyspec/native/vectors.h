@@ -134,12 +134,14 @@ inline Bytes four(const int8_t* from) {
 }
 
 // exp by 2^n 2^f with a polynomial for 2^f (relative error 2e-7); 0 far below.
-inline Floats exponential(Floats x) {
-    Floats y = x * all(1.44269504088896341f);
+inline Floats exponential(Floats of) {
+    Floats x = of, y = x * all(1.44269504088896341f);
     y = y < all(-126.0f) ? all(-126.0f) : y;
     y = y > all(126.0f) ? all(126.0f) : y;
     Ints n = nearest(y);
-    Floats f = (y - __builtin_convertvector(n, Floats)) * all(0.693147180559945309f);
+    const Floats whole = __builtin_convertvector(n, Floats);
+    x = y < all(-125.9f) | y > all(125.9f) ? y * 0.693147180559945309f : x;
+    Floats f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
     Floats p = all(1.0f / 5040);
     p = p * f + all(1.0f / 720);
     p = p * f + all(1.0f / 120);
@@ -149,7 +151,29 @@ inline Floats exponential(Floats x) {
     p = p * f + all(1.0f);
     p = p * f + all(1.0f);
     Floats result = p * (Floats)((n + 127) << 23);
-    return x == x ? result : x;
+    return of == of ? result : of;
+}
+
+inline bool any(Ints truths) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)truths, (__m512i)truths);
+#else
+    union { Ints whole; __m256 half[2]; } from{truths};
+    return _mm256_movemask_ps(from.half[0]) | _mm256_movemask_ps(from.half[1]);
+#endif
+}
+
+// The same down to the smallest number of fp32, and 0 below.
+inline Floats exponential_or_0(Floats x) {
+    const Ints low = x < all(-87.3f);
+    Floats result = exponential(x);
+    if (!any(low)) return result;
+    result = low ? Floats{} : result;
+    const Ints between = low & (x > all(-104.0f));
+    if (any(between))
+        for (int lane = 0; lane < LANES; lane++)
+            if (between[lane]) result[lane] = std::exp(x[lane]);
+    return result;
 }
 
 }  // namespace

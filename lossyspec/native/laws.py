@@ -1,0 +1,32 @@
+"""Laws from logits, and tokens from laws, by `laws.h`: torch takes several operations, each with its launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .build import library
+
+
+def takes(values: Tensor) -> bool:
+    """Whether the compiled code does these."""
+    return values.device.type == "cpu" and values.dtype == torch.float32 and values.numel() > 0 and library() is not None
+
+
+def softmax(logits: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature) over the last dimension; see `takes`."""
+    code, logits = library(), logits.contiguous()
+    assert code is not None
+    result, width = torch.empty_like(logits), logits.shape[-1]
+    rows, threads = logits.numel() // width, torch.get_num_threads()
+    code.lossyspec_softmax(logits.data_ptr(), rows, width, temperature, result.data_ptr(), threads)
+    return result
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """As `sampling.draw`; see `takes`."""
+    code, weights, numbers = library(), weights.contiguous(), uniforms.double().contiguous()
+    assert code is not None
+    result = torch.empty(weights.shape[:-1], dtype=torch.long)
+    code.lossyspec_draw(weights.data_ptr(), result.numel(), weights.shape[-1], numbers.data_ptr(), result.data_ptr())
+    return result
