@@ -107,6 +107,8 @@ class FusedStack:
         self.norm = _norm(stack.norm)
         #: the model's own module, so that hooks on it act here too
         self.head: Linear = model.get_output_embeddings()
+        #: its passes by the compiled code, which runners of the same model share
+        self.native: Any = None
         self._by_kind = any(name == "layer_type" for name in _parameters(stack.rotary_emb.forward))
 
     def _layer(self, layer: Any) -> FusedLayer:

@@ -45,7 +45,7 @@ _CACHE_FORMAT = 1
 class LoadedModel:
     """A model ready to run. identity: id, revision, config_sha256, weights_sha256, precision-independent.
 
-    stack: what a quantised model runs by, in place of its own forward; None for the others. weights: how many numbers.
+    stack: what it runs by in place of its own forward, quantised or fused; None: its own forward. weights: how many numbers.
     """
 
     model: Any
@@ -245,16 +245,16 @@ def load(name: str, precision: Precision = "fp32", device: str | None = None, ro
         known = ["embedded", "ngram"] if role == "draft" else ["embedded"]
         reason = f"{' '.join(str(problem).split()).rstrip('.')}.{nearest(name, known)}"
         raise ConfigurationError(f"cannot load the {role} model {name!r}: {reason}") from problem
-    stack, weights = None, sum(part.numel() for part in model.parameters())
+    quantised, weights = None, sum(part.numel() for part in model.parameters())
     if precision in QUANTISED:
         if (why := unusable(precision, torch.device(device))) is not None:
             raise ConfigurationError(f"precision {precision} cannot be used: {why}; use fp32, bf16 or fp16")
-        stack = quantise(model, precision)
-    check_rollback(model, role, stack)
-    if stack is not None:
-        release(model, stack)
+        quantised = quantise(model, precision)
+    stack = check_rollback(model, role, quantised)
+    if quantised is not None:
+        release(model, quantised)
         if model.device.type == "cuda":
-            narrow(model, stack)
+            narrow(model, quantised)
     return LoadedModel(model, tokenizer, _identity(name, place, model), precision, stack, weights)
 
 

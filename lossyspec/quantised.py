@@ -183,6 +183,7 @@ def narrow(model: Any, stack: FusedStack) -> None:
     are slow at fp32; a CPU keeps its fp32 stream."""
     for part in model.parameters():
         part.data = part.data.bfloat16()
+    stack.native = None  # made of what changes here
     stack.norm = _narrow(stack.norm)
     for index, layer in enumerate(stack.layers):
         parts = {name: _narrow(getattr(layer, name)) for name in (*_MATRICES, *_NORMS)}

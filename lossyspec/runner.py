@@ -290,8 +290,9 @@ class Runner:
 
 
 @torch.inference_mode()
-def check_rollback(model: Any, name: str, stack: FusedStack | None = None) -> None:
-    """Runs the model with and without a rolled-back, ragged cache on a few tokens, and compares.
+def check_rollback(model: Any, name: str, stack: FusedStack | None = None) -> FusedStack | None:
+    """Runs the model with and without a rolled-back, ragged cache on a few tokens, and compares. Returns what it ran by: the
+    quantised `stack`, or the model fused; None: as transformers runs it.
 
     This catches what no configuration field tells: state outside the cache, positions taken from the mask, ALiBi.
     Raises ConfigurationError with what was seen.
@@ -319,3 +320,4 @@ def check_rollback(model: Any, name: str, stack: FusedStack | None = None) -> No
         raise ConfigurationError(
             f"the {name} model ({model.config.model_type}) cannot run on a cache with rows of unequal length: {problem}"
         ) from problem
+    return runner._fused

@@ -139,7 +139,7 @@ class TextDraft:
 
 def make_text_draft(draft: Any, target_tokenizer: Any, vocab_size: int) -> TextDraft:
     """The draft of a loaded model with another tokenizer. Raises ConfigurationError when the two share no tokens."""
-    runner = Runner(draft.model, "draft")
+    runner = Runner(draft.model, "draft", stack=draft.stack)
     shared = shared_tokens(target_tokenizer, draft.tokenizer, vocab_size, runner.vocab_size)
     if len(shared.target) < 2:
         raise ConfigurationError(

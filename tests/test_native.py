@@ -21,7 +21,7 @@ from lossyspec.fused import Dense
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likeness import apart
 from lossyspec.native import build, products
-from lossyspec.native.passes import native_stack
+from lossyspec.native.passes import NativeStack, native_stack
 from lossyspec.packed import CPU, NATIVE
 from lossyspec.quantised import Int4, Int8, quantise
 from lossyspec.runner import Runner
@@ -293,9 +293,8 @@ def test_cpus_without_newer_instructions_get_the_same_numbers(
                 monkeypatch.setattr(build, "_flags", lambda: ["avx2"])
         build.library.cache_clear()
         assert build.library() is not None
-        native = native_stack(runner._fused)
-        assert native is not None
-        runner._native = native
+        assert runner._fused is not None
+        runner._native = NativeStack(runner._fused)
         runner.start([[5, 6, 7], [3, 4]], 16)
         logits = runner.logits(torch.tensor([[8, 9, 3], [5, 6, 4]]), [2, 1])
         found.append([*(part(x) for part in parts), products.times(wide, products.pack16(weight)), logits])

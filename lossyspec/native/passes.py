@@ -201,12 +201,16 @@ class NativeStack(NativeLayers):
 
 
 def native_stack(stack: FusedStack | None) -> NativeStack | None:
-    """The passes of a stack by the compiled code; None, with the reason in the debug log, where it has not all parts."""
+    """The passes of a stack by the compiled code, made once for it; None, with the reason in the debug log, where it has not
+    all parts."""
     if stack is None:
         return None
+    if isinstance(stack.native, NativeStack):
+        return stack.native
     try:
         _check_weights(stack)
-        return NativeStack(stack)
+        stack.native = NativeStack(stack)
+        return stack.native
     except Unfit as reason:
         logger.debug("quantised passes run by torch's operations: %s", reason)
         return None

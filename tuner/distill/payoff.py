@@ -24,7 +24,7 @@ def payoff(target: Runner, head: FeatureHead, overlaps: Sequence[dict[str, Any]]
     keeps 1 + sum over j of the product of the first j overlaps (Leviathan et al., arXiv 2211.17192, section 3.1, with a
     rate for each depth); beyond the last depth it holds.
     """
-    draft = FeatureDraft(head, target.model, target.vocab_size)
+    draft = FeatureDraft(head, target.model, target.vocab_size, packed=target.native)  # as `drafts.make_draft`
     prompt = [token % target.vocab_size for token in range(3, 3 + _CONTEXT)]
     meter = CostMeter(lambda precision: (target, draft), [prompt], _CONTEXT, Sampling(), _LONGEST)
     rounds, step = meter.round_s("fp32", 1), meter.draft_step_s("fp32", 1)
