@@ -118,6 +118,8 @@ class RowCache(Cache):
         self.slots: Tensor | None = None
         #: of its blocks, where sparse attention reads them; made there, dropped here when rows or slots move
         self.summaries: Summaries | None = None
+        #: its tensors, and where compiled passes find them
+        self.places: tuple[Any, ...] = ()
         super().__init__(layers=[_RowLayer(self) for _ in range(layer_count)])
 
     @property

@@ -16,6 +16,7 @@ from .fused import FusedStack, fuse
 from .graphs import Capture, CudaCapture, Graphs
 from .kv_cache import RowCache, layer_types
 from .likeness import apart, tolerance
+from .native import laws
 from .native.passes import native_stack
 from .settings import Attention, Compile, Passes
 from .sparse import SparseReader
@@ -123,7 +124,7 @@ class Runner:
 
     def check(self, logits: Tensor, starts: list[int]) -> None:
         """Waits for logits of `launch`. Raises NumericalError naming the model and the position when one is NaN or +inf."""
-        worst = logits.amax(-1)  # NaN spreads through amax
+        worst = laws.largest(logits) if laws.takes(logits) else logits.amax(-1)  # NaN spreads through both
         if not bool(torch.isfinite(worst).all()):
             row, column = (~torch.isfinite(worst)).nonzero()[0].tolist()
             error = NumericalError(

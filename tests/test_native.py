@@ -20,7 +20,7 @@ from torch import Tensor
 from lossyspec.fused import Dense
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likeness import apart
-from lossyspec.native import build, products
+from lossyspec.native import build, laws, products
 from lossyspec.native.passes import NativeStack, native_stack
 from lossyspec.packed import CPU, NATIVE
 from lossyspec.quantised import Int4, Int8, quantise
@@ -250,6 +250,23 @@ def test_a_stack_with_parts_that_the_code_has_not_runs_by_torch(caplog: pytest.L
     stack.model.base_model.rotary_emb.rope_type = "default"
     object.__setattr__(stack.layers[1], "activation", torch.nn.ReLU())
     assert native_stack(stack) is None and "activation ReLU, SiLU" in caplog.text
+
+
+NUMBERS = st.sampled_from([0.0, -1.0, 3.5, -50.0, 88.0, -300.0, 1e30, float("-inf"), float("inf"), float("nan")])
+
+
+@compiled
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(NUMBERS | st.floats(-90, 90, width=32), min_size=35, max_size=35), min_size=1, max_size=3), st.data()
+)
+def test_laws_and_largest_numbers_are_those_of_torch(rows: list[list[float]], data: Any) -> None:
+    logits = torch.tensor(rows)[:, : data.draw(st.integers(1, 35))]
+    temperature = data.draw(st.sampled_from([0.1, 0.7, 1.0, 3.0]))
+    torch.testing.assert_close(
+        laws.softmax(logits, temperature), (logits / temperature).softmax(-1), rtol=1e-5, atol=1e-43, equal_nan=True
+    )
+    torch.testing.assert_close(laws.largest(logits), logits.amax(-1), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -39,6 +40,7 @@ def warped(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
     return warpers(ids, logits.clone()).softmax(-1)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("top_p", [None, 0.05, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("top_k", [None, 1, 5, 63, 64, 1000])
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 1.7])
@@ -176,12 +178,26 @@ def test_nothing_to_apply_returns_the_logits_themselves() -> None:
 # --- draw ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[1 << 14, 0], ids=["at once", "by blocks"])
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws of small vocabularies both ways; blocks of 3."""
-    monkeypatch.setattr("lossyspec.sampling._FEW", request.param)
-    if not request.param:
-        monkeypatch.setattr("lossyspec.sampling._BLOCK", 3)
+WAYS = {
+    "compiled": {},
+    "at once": {"native.takes": lambda values: False},
+    "by blocks": {"native.takes": lambda values: False, "_FEW": 0, "_BLOCK": 3},
+}
+
+
+@contextmanager
+def drawn(way: str) -> Iterator[None]:
+    """Draws of small vocabularies by the compiled code, where there is one, and by torch in both ways."""
+    with ExitStack() as stack:
+        for name, value in WAYS[way].items():
+            stack.enter_context(mock.patch(f"lossyspec.sampling.{name}", value))
+        yield
+
+
+@pytest.fixture(params=WAYS)
+def few(request: pytest.FixtureRequest) -> Iterator[None]:
+    with drawn(request.param):
+        yield
 
 
 @PROPERTY
@@ -192,8 +208,8 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_case_8_draw_never_gives_a_token_of_weight_0(weights: Sequence[float], dtype: torch.dtype, uniform: float) -> None:
     row = torch.tensor([weights], dtype=dtype)
-    for few, block in ((1 << 14, 256), (0, 3)):  # at once, and by blocks
-        with mock.patch.multiple("lossyspec.sampling", _FEW=few, _BLOCK=block):
+    for way in WAYS:
+        with drawn(way):
             token = int(draw(row, torch.tensor([uniform], dtype=torch.float64)))
         assert 0 <= token < len(weights)
         assert row[0, token] > 0

@@ -164,6 +164,7 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.lossyspec_product.argtypes = (ctypes.POINTER(Matrix), address, number, address, number)
     code.lossyspec_pass.argtypes = (ctypes.POINTER(Stack), ctypes.POINTER(Pass), address)
     code.lossyspec_softmax.argtypes = (address, number, number, ctypes.c_float, address, number)
+    code.lossyspec_largest.argtypes = (address, number, number, address)
     code.lossyspec_draw.argtypes = (address, number, number, address, address)
     return code
 

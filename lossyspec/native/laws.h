@@ -36,8 +36,24 @@ void lossyspec_softmax(const float* x, int64_t rows, int64_t width, float temper
         }
         last = exponential_or_0(last - highest);
         std::memcpy(to + whole, &last, 4 * left);
-        const float all_weight = total(sum + last);
-        for (int64_t i = 0; i < width; i++) to[i] /= all_weight;
+        const float unit = 1.0f / total(sum + last);
+        for (int64_t i = 0; i < width; i++) to[i] *= unit;
+    }
+}
+
+// By row the largest number, or NaN where there is one.
+void lossyspec_largest(const float* x, int64_t rows, int64_t width, float* y) {
+    for (int64_t row = 0; row < rows; row++, x += width) {
+        Floats most = all(-INFINITY), odd = {};
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            const Floats value = load(x + i);
+            most = value > most ? value : most;
+            odd = value == value ? odd : value;
+        }
+        float result = total(odd) == 0.0f ? largest(most) : NAN;
+        for (; i < width; i++) result = x[i] > result || x[i] != x[i] ? x[i] : result;
+        y[row] = result;
     }
 }
 

@@ -23,6 +23,15 @@ def softmax(logits: Tensor, temperature: float) -> Tensor:
     return result
 
 
+def largest(values: Tensor) -> Tensor:
+    """amax over the last dimension, through which NaN spreads; see `takes`."""
+    code, values = library(), values.contiguous()
+    assert code is not None
+    result, width = values.new_empty(values.shape[:-1]), values.shape[-1]
+    code.lossyspec_largest(values.data_ptr(), result.numel(), width, result.data_ptr())
+    return result
+
+
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """As `sampling.draw`; see `takes`."""
     code, weights, numbers = library(), weights.contiguous(), uniforms.double().contiguous()

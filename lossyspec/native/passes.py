@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -130,13 +131,10 @@ class NativeLayers:
         positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten()
         turns = {kind: self._turned(kind, positions) for kind in set(self.kinds)}
         number, pointer, layers = ctypes.c_int64, ctypes.c_void_p, len(self.kinds)
+        cosines, sines = ((pointer * layers)(*[turns[kind][part].data_ptr() for kind in self.kinds]) for part in (0, 1))
+        keys, values, slots = self._places(cache)
         what = build.Pass(
-            (pointer * layers)(*[layer.keys.data_ptr() for layer in cache.layers]),
-            (pointer * layers)(*[layer.values.data_ptr() for layer in cache.layers]),
-            (number * rows)(*starts),
-            (number * layers)(*[layer.keys.shape[2] for layer in cache.layers]),
-            (pointer * layers)(*[turns[kind][0].data_ptr() for kind in self.kinds]),
-            (pointer * layers)(*[turns[kind][1].data_ptr() for kind in self.kinds]),
+            keys, values, (number * rows)(*starts), slots, cosines, sines,
             rows, count, torch.get_num_threads(), self.dtype == torch.bfloat16,
         )  # fmt: skip
         for name, value in more.items():
@@ -144,6 +142,16 @@ class NativeLayers:
         x = x.contiguous()
         checked(self._code.lossyspec_pass(ctypes.byref(self._shape), ctypes.byref(what), x.data_ptr()))
         return x
+
+    def _places(self, cache: RowCache) -> tuple[Any, Any, Any]:
+        """Where the cache holds keys and values, and in how many slots; the addresses are kept while its tensors are."""
+        tensors = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        if len(cache.places) != 2 or any(map(is_not, cache.places[0], tensors)):
+            layers = len(self.kinds)
+            pointers = [(ctypes.c_void_p * layers)(*[part.data_ptr() for part in tensors[first::2]]) for first in (0, 1)]
+            cache.places = tensors, (*pointers, (ctypes.c_int64 * layers)(*[part.shape[2] for part in tensors[::2]]))
+        found: tuple[Any, Any, Any] = cache.places[1]
+        return found
 
     def _turned(self, kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
         needed, known = int(positions.max()) + 1, self._angles.get(kind)
