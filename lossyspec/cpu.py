@@ -76,6 +76,12 @@ def read_text_file(path: Path, notes: list[str]) -> str:
         return ""
 
 
+def instruction_sets(root: Path = Path("/")) -> list[str]:
+    """All that the kernel names of an x86 CPU, in order of the alphabet."""
+    found = re.search(r"^flags\s*:(.*)$", read_text_file(root / "proc/cpuinfo", []), re.MULTILINE)
+    return sorted(found[1].split()) if found else []
+
+
 def read_cpu(root: Path, notes: list[str]) -> CpuInfo:
     """Reads the CPU under `root`; what cannot be read is None, with a note."""
     text = read_text_file(root / "proc/cpuinfo", notes)

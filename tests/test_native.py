@@ -17,6 +17,7 @@ from test_decoding import lively_model
 from test_feature_head import tiny_head
 from torch import Tensor
 
+from lossyspec.cpu import instruction_sets
 from lossyspec.fused import Dense
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likeness import apart
@@ -295,7 +296,7 @@ def test_cpus_without_newer_instructions_get_the_same_numbers(
     kind: str, needs: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last is a CPU with tiles that the system does not let us use."""
-    if needs not in build._flags():
+    if needs not in instruction_sets():
         pytest.skip(f"this CPU has no {needs}")
     parts = [matrix(each, 100, 192) for each in (Int4, Int8)]
     weight = torch.randn(100, 230).bfloat16()
@@ -307,7 +308,7 @@ def test_cpus_without_newer_instructions_get_the_same_numbers(
             monkeypatch.setattr(build, "_FLAGS", flags)
             monkeypatch.setattr(build, "_allowed", lambda code: False)
             if kind != "native":
-                monkeypatch.setattr(build, "_flags", lambda: ["avx2"])
+                monkeypatch.setattr(build, "instruction_sets", lambda: ["avx2"])
         build.library.cache_clear()
         assert build.library() is not None
         assert runner._fused is not None
@@ -324,7 +325,7 @@ def test_without_a_compiler_torchs_kernels_stay(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lossytune")
-    monkeypatch.setattr(build, "_flags", lambda: ["avx2"])
+    monkeypatch.setattr(build, "instruction_sets", lambda: ["avx2"])
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert build.library() is None and "apt-get install g++" in caplog.text
     assert isinstance(Int4.of(Dense(torch.randn(16, 32), None)).packed, Tensor)
@@ -339,7 +340,7 @@ def test_it_can_be_turned_off(switch: str, fresh: Path, monkeypatch: pytest.Monk
 
 
 def test_a_cpu_without_the_instructions_has_none(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_flags", lambda: ["asimd"])
+    monkeypatch.setattr(build, "instruction_sets", lambda: ["asimd"])
     assert build.library() is None and not list(fresh.iterdir())
 
 
@@ -351,7 +352,7 @@ def test_a_compiler_that_fails_is_told_of_and_leaves_nothing(
             return subprocess.CompletedProcess(command, 0, "g++ 1.0", "")
         raise subprocess.CalledProcessError(1, command, stderr="stack.cpp: out of luck")
 
-    monkeypatch.setattr(build, "_flags", lambda: ["avx2"])
+    monkeypatch.setattr(build, "instruction_sets", lambda: ["avx2"])
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/g++")
     monkeypatch.setattr(subprocess, "run", failing)
     assert build.library() is None and "out of luck" in caplog.text

@@ -91,11 +91,14 @@ class ModelPool:
             if model is None:
                 continue
             own = precision or settings.precision.target
+            decoder = self._decoders.get(settings.precision.target)
+            native = decoder is not None and decoder.target.native
             if isinstance(model, LoadedHead):  # in the format of the target's activations; int8 beside packed weights
-                held = 1 if own in QUANTISED else CACHE_BYTES[own]
+                held = 1 if own in QUANTISED or native else CACHE_BYTES[own]
                 total += held * sum(part.numel() for part in model.head.parameters())
             else:
-                total += WEIGHT_BYTES[own] * model.weights
+                copies = 2 if native and own == "bf16" else 1  # the compiled passes have their own, beside that for prompts
+                total += copies * WEIGHT_BYTES[own] * model.weights
                 on_gpu = model.model.device.type == "cuda"  # where nothing beside packed weights is fp32
                 held = 2 if on_gpu and own in QUANTISED else CACHE_BYTES[own]
                 total += held * batch * context * numbers_per_token(model.model.config)

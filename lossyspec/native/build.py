@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
 
-from ..cpu import read_text_file
+from ..cpu import instruction_sets, read_text_file
 from ..folders import cache_folder
 
 logger = logging.getLogger("lossytune")
@@ -86,7 +86,7 @@ def library() -> ctypes.CDLL | None:
     """The compiled code; None, with the reason in the log, where there can be none."""
     if os.environ.get(SWITCH, "").lower() in ("off", "0"):
         return None
-    flags = _flags()
+    flags = instruction_sets()
     if "avx2" not in flags:
         logger.debug("passes by torch's kernels: this CPU has no AVX2")
         return None
@@ -145,12 +145,6 @@ def _built(compiler: str, folder: Path, flags: list[str], more: Sequence[str] = 
     took_s = perf_counter() - began
     logger.info("compiled the passes of models for this CPU in %.1f s; they are kept in %s", took_s, place)
     return place
-
-
-def _flags() -> list[str]:
-    """The CPU's instruction sets."""
-    found = re.search(r"^flags\s*:(.*)$", read_text_file(Path("/proc/cpuinfo"), []), re.MULTILINE)
-    return sorted(found[1].split()) if found else []
 
 
 def _openmp() -> list[str]:
