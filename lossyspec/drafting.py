@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .runner import Runner
-from .sampling import Choice, draw, laws, uniforms
+from .sampling import Choice, draw, laws, softmax_temperature, uniforms
 from .settings import MAX_DRAFT_LENGTH, Settings
 
 
@@ -38,6 +38,15 @@ class Request:
     def greedy(self) -> bool:
         """Whether no row draws its tokens by chance."""
         return all(choice.greedy for choice in self.choices)
+
+    @property
+    def softmax_temperature(self) -> float | None:
+        """The temperature whose softmax is q for all rows, which draft to their limits; None: there is more to it."""
+        sampling, settings = self.choices[0].sampling, self.settings
+        alike = all(choice.sampling == sampling for choice in self.choices)
+        if settings.theta > 0 or self.penalised or not alike:
+            return None
+        return softmax_temperature(sampling, settings.tau)
 
     def law(self, logits: Tensor, drafted: Tensor) -> Tensor:
         """q of each row (batch, V) from logits (batch, 1, V), after the same penalties and filters as the target's p.
@@ -184,7 +193,7 @@ def draw_round(
             chosen = q.argmax(-1)
         else:
             # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
-            chosen = draw(q, _numbers(request, live, column, device)).clamp_max(q.shape[-1] - 1)
+            chosen = draw(q, numbers_of(request, live, column, device)).clamp_max(q.shape[-1] - 1)
             if any(greedy):
                 chosen = torch.where(torch.tensor(greedy, device=device), q.argmax(-1), chosen)
         drafted[:, column] = chosen if support is None else support[chosen]
@@ -194,7 +203,7 @@ def draw_round(
     return Proposal(drafted[:, : len(drawn_from)], lengths, stacked, steps, None if stacked is None else support)
 
 
-def _numbers(request: Request, live: list[bool], column: int, device: torch.device) -> Tensor:
+def numbers_of(request: Request, live: list[bool], column: int, device: torch.device) -> Tensor:
     """(rows,) the uniform numbers that draw the round's `column`-th token."""
     if request.numbers is not None:
         return request.numbers[:, column]

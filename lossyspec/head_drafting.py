@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafting import Proposal, Request, draw_round
+from .drafting import Proposal, Request, draw_round, numbers_of
 from .feature_head import FeatureHead
 from .fused import Dense
 from .kv_cache import RowCache
-from .native.passes import native_head
+from .native.passes import NativeHead, native_head
 from .quantised import Int8
 
 
@@ -56,7 +56,7 @@ class FeatureDraft:
         self.rows: Dense | Int8 = Int8.of(rows) if packed else rows
         if packed:
             _pack(self.head)
-        self._native = None
+        self._native: NativeHead | None = None
         if packed:
             self._native = native_head(self.head, weight.detach(), self.rows)
         self._cache = RowCache(head.shape.layers, 0)
@@ -93,7 +93,7 @@ class FeatureDraft:
     def join(self, other: FeatureDraft, room: int = 0) -> None:
         """Appends the other's rows, which read their prompts before they do, so that these rows need not wait for it."""
         if not any(other._known):
-            other._catch_up(other._prompts)
+            other._step(*other._unread(other._prompts))
         self._cache.join(other._cache, room)
         size = max(self._features.shape[1], other._features.shape[1])
         both = [F.pad(part, (0, 0, 0, size - part.shape[1])) for part in (self._features, other._features)]
@@ -111,7 +111,11 @@ class FeatureDraft:
     def propose(self, request: Request) -> Proposal:
         """Draws from q at depth j of the round; q is 0 outside the head's token map."""
         prefixes = request.prefixes
-        feature, logits = self._catch_up(prefixes)
+        live = [limit > 0 and len(prefix) > 1 for limit, prefix in zip(request.limits, prefixes, strict=True)]
+        temperature = request.softmax_temperature
+        if self._native is not None and temperature is not None and any(live):
+            return self._chain(self._native, request, temperature, live)
+        feature, logits = self._step(*self._unread(prefixes))
 
         def law(column: int, drafted: Tensor) -> Tensor:
             nonlocal feature, logits
@@ -120,8 +124,20 @@ class FeatureDraft:
                 feature, logits = self._step(drafted[:, -1:], feature, places, [0] * len(places))
             return self._law(logits, request, drafted)
 
-        live = [limit > 0 and len(prefix) > 1 for limit, prefix in zip(request.limits, prefixes, strict=True)]
         return draw_round(request, law, live, self.device, None if request.penalised else self.support)
+
+    def _chain(self, native: NativeHead, request: Request, temperature: float, live: list[bool]) -> Proposal:
+        """The same in one call of the compiled code, where each row drafts to its limit: as `draw_round`."""
+        steps, greedy = max(limit for on, limit in zip(live, request.limits, strict=True) if on), request.greedy
+        alive = [[on and column < limit for on, limit in zip(live, request.limits, strict=True)] for column in range(steps)]
+        numbers = None
+        if not greedy:
+            numbers = torch.stack([numbers_of(request, row, column, self.device) for column, row in enumerate(alive)], 1)
+        tokens, features, starts, last = self._unread(request.prefixes)
+        self._cache.place(starts, tokens.shape[1], self.device)
+        drawn, laws = native.chain(tokens, features, starts, self._cache, last, temperature, numbers, steps)
+        lengths = [sum(column) for column in zip(*alive, strict=True)]
+        return Proposal(drawn, lengths, None if greedy else laws, steps, None if greedy else self.support)
 
     @torch.inference_mode()
     def along(self, prompt: list[int], output: list[int], features: Tensor | None, depths: int) -> list[Tensor]:
@@ -136,8 +152,8 @@ class FeatureDraft:
         laws = [self._logits(part[0, first:]) for part in outputs]
         return [F.pad(law, (0, 0, len(output) - len(law), 0)) for law in laws]
 
-    def _catch_up(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Reads the entries of each row that have got true features; returns what `_step` does of the last one."""
+    def _unread(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """What `_step` takes to read the entries of each row that have got true features."""
         longest = max(max(len(prefix) - 1 - known, 1) for prefix, known in zip(prefixes, self._known, strict=True))
         # rows that lack fewer read as many, so that none writes past its own end
         counts = [min(longest, max(len(prefix) - 1, 1)) for prefix in prefixes]
@@ -147,7 +163,7 @@ class FeatureDraft:
         place = place.clamp_max(self._features.shape[1] - 1)
         features = self._features.gather(1, place.unsqueeze(-1).expand(-1, -1, self._features.shape[-1]))
         self._known = [len(prefix) - 1 for prefix in prefixes]
-        return self._step(torch.tensor(tokens, device=self.device), features, starts, [count - 1 for count in counts])
+        return torch.tensor(tokens, device=self.device), features, starts, [count - 1 for count in counts]
 
     def _step(self, tokens: Tensor, features: Tensor, starts: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
         """The head over n entries of each row, written from slot starts[i]: its feature (batch, 1, hidden) of entry last[i],

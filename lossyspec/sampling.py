@@ -97,12 +97,25 @@ def probabilities(logits: Tensor, sampling: Sampling, tau: float = 1.0) -> Tenso
 
     At temperature 0: the softmax of the logits themselves (at `tau`), from which the greedy rule takes the argmax.
     """
-    temperature = max((sampling.temperature or 1.0) * tau, 1e-30)  # under it, fp32 overflows; it is the argmax by then
-    if sampling.temperature == 0 or (sampling.top_k is None and sampling.top_p is None):
-        if temperature > 1e-4 and native.takes(logits):
-            return native.softmax(logits, temperature)
-        return (logits / temperature).softmax(-1)
-    return _filter(logits / temperature, sampling).softmax(-1)
+    whole = softmax_temperature(sampling, tau)
+    if whole is not None and native.takes(logits):
+        return native.softmax(logits, whole)
+    temperature = _temperature(sampling, tau)
+    scaled = logits if temperature == 1.0 else logits / temperature
+    if sampling.temperature > 0:
+        scaled = _filter(scaled, sampling)
+    return scaled.softmax(-1)
+
+
+def _temperature(sampling: Sampling, tau: float) -> float:
+    return max((sampling.temperature or 1.0) * tau, 1e-30)  # under it, fp32 overflows; it is the argmax by then
+
+
+def softmax_temperature(sampling: Sampling, tau: float) -> float | None:
+    """The temperature whose softmax the law is, by one division; None: it is filtered, or too near its limit."""
+    filtered = sampling.temperature > 0 and (sampling.top_k is not None or sampling.top_p not in (None, 1.0))
+    temperature = _temperature(sampling, tau)
+    return None if filtered or temperature < 1e-4 else temperature
 
 
 def laws(

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from test_feature_head import tiny_head
 from torch import Tensor
 
 from lossyspec.cpu import instruction_sets
+from lossyspec.drafting import Request
 from lossyspec.fused import Dense
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likeness import apart
@@ -26,6 +28,8 @@ from lossyspec.native.passes import NativeStack, native_stack
 from lossyspec.packed import CPU, NATIVE
 from lossyspec.quantised import Int4, Int8, quantise
 from lossyspec.runner import Runner
+from lossyspec.sampling import Choice
+from lossyspec.settings import Sampling, Settings
 
 compiled = pytest.mark.skipif(build.library() is None, reason="no g++, or a CPU without AVX2")
 FAMILY = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
@@ -240,6 +244,51 @@ def test_a_packed_draft_head_steps_as_by_torchs_operations() -> None:
     assert outputs[0][0].shape == (2, 2, 32) and outputs[0][1].shape == (2, 2, 60)
     for mine, theirs in zip(*outputs, strict=True):
         assert apart(mine, theirs) < 2e-3
+
+
+@compiled
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_round_of_a_head_in_one_call_is_that_of_its_steps(temperature: float, own: bool) -> None:
+    model = lively_model("llama")
+    drafts = [FeatureDraft(tiny_head(), copy.deepcopy(model), 90, packed=True) for _ in range(2)]
+    native, prefixes = drafts[1]._native, [list(range(3, 12)), [4], [5, 6, 7]]
+    assert native is not None
+    features = torch.randn(3, 40, 32, generator=torch.Generator().manual_seed(0))
+    choices = [[Choice(Sampling(temperature=temperature), made) for made in generators(3, own)] for _ in range(2)]
+    for grown in (0, 3):  # a first round, and one that goes on from there
+        texts = [[*prefix, *range(20, 20 + grown)] for prefix in prefixes]
+        settings, limits, found = Settings(draft_length=4, tau=0.8), [4, 2, 1], []
+        for draft, chosen in zip(drafts, choices, strict=True):
+            if not grown:
+                draft.start(texts, 40)
+            draft.observe(features, [0, 0, 0])
+            asked = Request(texts, limits, settings, chosen)
+            if draft is drafts[0]:
+                with mock.patch.object(Request, "softmax_temperature", None):
+                    found.append(draft.propose(asked))
+            else:
+                with mock.patch.object(native, "chain", wraps=native.chain) as chain:
+                    found.append(draft.propose(asked))
+                assert chain.call_count == 1
+        mine, theirs = found
+        assert (mine.lengths, mine.steps) == (theirs.lengths, theirs.steps)
+        assert (mine.q is None) == (theirs.q is None) == (temperature == 0)
+        for row, length in enumerate(mine.lengths):  # a prompt of one token has nothing to draft from
+            assert torch.equal(mine.tokens[row, :length], theirs.tokens[row, :length])
+            if mine.q is not None and theirs.q is not None:
+                torch.testing.assert_close(mine.q[row, :length], theirs.q[row, :length], rtol=1e-4, atol=1e-6)
+    assert [chosen.generator.get_state().tolist() for chosen in choices[0]] == [
+        chosen.generator.get_state().tolist() for chosen in choices[1]
+    ]
+    with pytest.raises(ValueError, match="cache of 40 slots is too small"):
+        drafts[1].propose(Request([list(range(3, 41))] * 3, [4, 4, 4], settings, choices[1]))
+
+
+def generators(count: int, own: bool) -> list[torch.Generator]:
+    """One for each row, or one for all."""
+    made = [torch.Generator().manual_seed(seed) for seed in range(count)]
+    return made if own else [made[0]] * count
 
 
 @compiled

@@ -157,6 +157,9 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     address, number = ctypes.c_void_p, ctypes.c_int64
     code.lossyspec_product.argtypes = (ctypes.POINTER(Matrix), address, number, address, number)
     code.lossyspec_pass.argtypes = (ctypes.POINTER(Stack), ctypes.POINTER(Pass), address)
+    code.lossyspec_chain.argtypes = (
+        *code.lossyspec_pass.argtypes, number, ctypes.c_float, *[address] * 6
+    )  # fmt: skip
     code.lossyspec_softmax.argtypes = (address, number, number, ctypes.c_float, address, number)
     code.lossyspec_largest.argtypes = (address, number, number, address)
     code.lossyspec_draw.argtypes = (address, number, number, address, address)

@@ -120,28 +120,32 @@ class NativeLayers:
         self._kept.append(weight.float().contiguous())
         return int(self._kept[-1].data_ptr())
 
-    def through(self, x: Tensor, starts: Sequence[int], cache: RowCache, **more: Any) -> Tensor:
+    def through(self, x: Tensor, starts: Sequence[int], cache: RowCache) -> Tensor:
         """Final normed states (batch, n, hidden) of the fp32 stream x (batch, n, hidden), which is overwritten. Row i goes
-        to slots from starts[i] on, and the cache has been told so. more: fields of the pass."""
-        rows, count = x.shape[:2]
+        to slots from starts[i] on, and the cache has been told so."""
+        x = x.contiguous()
+        self._run(self._pass(x.shape[0], x.shape[1], starts, cache), x)
+        return x
+
+    def _run(self, what: build.Pass, x: Tensor) -> None:
+        checked(self._code.lossyspec_pass(ctypes.byref(self._shape), ctypes.byref(what), x.data_ptr()))
+
+    def _pass(self, rows: int, count: int, starts: Sequence[int], cache: RowCache) -> build.Pass:
         for layer in cache.layers:
             if not layer.is_initialized:
-                empty = x.new_empty(rows, self.kv_heads, 0, self.size, dtype=self.dtype)
+                empty = torch.empty(rows, self.kv_heads, 0, self.size, dtype=self.dtype)
                 layer.lazy_initialization(empty, empty)
         positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten()
         turns = {kind: self._turned(kind, positions) for kind in set(self.kinds)}
         number, pointer, layers = ctypes.c_int64, ctypes.c_void_p, len(self.kinds)
         cosines, sines = ((pointer * layers)(*[turns[kind][part].data_ptr() for kind in self.kinds]) for part in (0, 1))
         keys, values, slots = self._places(cache)
-        what = build.Pass(
+        result = build.Pass(
             keys, values, (number * rows)(*starts), slots, cosines, sines,
             rows, count, torch.get_num_threads(), self.dtype == torch.bfloat16,
         )  # fmt: skip
-        for name, value in more.items():
-            setattr(what, name, value)
-        x = x.contiguous()
-        checked(self._code.lossyspec_pass(ctypes.byref(self._shape), ctypes.byref(what), x.data_ptr()))
-        return x
+        result.kept = turns  # while the pass has their addresses
+        return result
 
     def _places(self, cache: RowCache) -> tuple[Any, Any, Any]:
         """Where the cache holds keys and values, and in how many slots; the addresses are kept while its tensors are."""
@@ -154,11 +158,15 @@ class NativeLayers:
         return found
 
     def _turned(self, kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        needed, known = int(positions.max()) + 1, self._angles.get(kind)
+        cos, sin = self._angles_to(kind, int(positions.max()) + 1)
+        return cos[positions], sin[positions]
+
+    def _angles_to(self, kind: str, needed: int) -> tuple[Tensor, Tensor]:
+        known = self._angles.get(kind)
         if known is None or len(known[0]) < needed:
             cos, sin = self._turns(kind, torch.arange(-(-needed // _ANGLES) * _ANGLES))
             known = self._angles[kind] = (cos.float().contiguous(), sin.float().contiguous())
-        return known[0][positions], known[1][positions]
+        return known
 
 
 class NativeStack(NativeLayers):
@@ -266,6 +274,7 @@ class NativeHead(NativeLayers):
         if embeddings.dtype not in (torch.float32, torch.bfloat16):
             raise Unfit(f"embeddings in {embeddings.dtype}")
         bias, embeddings = bias.float().contiguous(), embeddings.contiguous()
+        self._support = head.token_map.contiguous()
         self._kept += [bias, embeddings]
         self._shape.table, self._outputs = embeddings.data_ptr(), shape.vocab
         self._shape.half_table = embeddings.dtype == torch.bfloat16
@@ -277,15 +286,48 @@ class NativeHead(NativeLayers):
     ) -> tuple[Tensor, Tensor]:
         """Features (batch, n, hidden) after tokens (batch, n) with the target's or its own features (batch, n, hidden), and
         fp32 logits (batch, 1, S) after column picks[i] of row i."""
+        what, x, logits = self._read(tokens, features, starts, cache, picks)
+        self._run(what, x)
+        return x, logits
+
+    def chain(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        starts: Sequence[int],
+        cache: RowCache,
+        picks: Sequence[int],
+        temperature: float,
+        numbers: Tensor | None,
+        steps: int,
+    ) -> tuple[Tensor, Tensor]:
+        """A whole round of `steps` tokens for each row, the first of them after what `step` reads. numbers: (batch, steps)
+        that they are drawn by; None: the most likely ones. Returns their ids (batch, steps), and the laws (batch, steps, S)
+        that they are from. Raises ValueError where the cache has not the slots."""
+        if (end := max(start + pick for start, pick in zip(starts, picks, strict=True)) + steps) > cache.capacity:
+            raise ValueError(f"cache of {cache.capacity} slots is too small for {end}")
+        what, x, logits = self._read(tokens, features, starts, cache, picks)
+        rows, (cosines, sines) = len(starts), self._angles_to(self.kinds[0], cache.capacity)
+        laws, drawn = logits.new_empty(rows, steps, self._outputs), torch.empty(rows, steps, dtype=torch.long)
+        numbers = None if numbers is None else numbers.double().contiguous()
+        given = None if numbers is None else numbers.data_ptr()
+        after = [part.data_ptr() for part in (self._support, cosines, sines, laws, drawn)]
+        shape, begin = ctypes.byref(self._shape), ctypes.byref(what)
+        checked(self._code.lossyspec_chain(shape, begin, x.data_ptr(), steps, temperature, given, *after))
+        return drawn, laws
+
+    def _read(
+        self, tokens: Tensor, features: Tensor, starts: Sequence[int], cache: RowCache, picks: Sequence[int]
+    ) -> tuple[build.Pass, Tensor, Tensor]:
+        """The pass over entries, where their states go, and the logits."""
         rows, count, width = features.shape
         tokens, features = tokens.contiguous(), features.float().contiguous()
-        x = features.new_empty(rows, count, width)
-        logits = features.new_empty(rows, 1, self._outputs)
-        x = self.through(
-            x, starts, cache, tokens=tokens.data_ptr(), features=features.data_ptr(),
-            picks=(ctypes.c_int64 * rows)(*picks), logits=logits.data_ptr(),
-        )  # fmt: skip
-        return x, logits
+        x, logits = features.new_empty(rows, count, width), features.new_empty(rows, 1, self._outputs)
+        what = self._pass(rows, count, starts, cache)
+        what.tokens, what.features, what.logits = tokens.data_ptr(), features.data_ptr(), logits.data_ptr()
+        what.picks = (ctypes.c_int64 * rows)(*picks)
+        what.kept = what.kept, tokens, features
+        return what, x, logits
 
 
 def native_head(head: FeatureHead, embeddings: Tensor, rows: Any) -> NativeHead | None:

@@ -140,7 +140,7 @@ inline Floats exponential(Floats of) {
     y = y > all(126.0f) ? all(126.0f) : y;
     Ints n = nearest(y);
     const Floats whole = __builtin_convertvector(n, Floats);
-    x = y < all(-125.9f) | y > all(125.9f) ? y * 0.693147180559945309f : x;
+    x = (y < all(-125.9f)) | (y > all(125.9f)) ? y * 0.693147180559945309f : x;
     Floats f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
     Floats p = all(1.0f / 5040);
     p = p * f + all(1.0f / 720);
