@@ -282,7 +282,7 @@ def test_a_round_of_a_head_in_one_call_is_that_of_its_steps(temperature: float, 
         chosen.generator.get_state().tolist() for chosen in choices[1]
     ]
     with pytest.raises(ValueError, match="cache of 40 slots is too small"):
-        drafts[1].propose(Request([list(range(3, 41))] * 3, [4, 4, 4], settings, choices[1]))
+        drafts[1].propose(Request([list(range(3, 42))] * 3, [4, 4, 4], settings, choices[1]))
 
 
 def generators(count: int, own: bool) -> list[torch.Generator]:
