@@ -18,6 +18,7 @@ from .acceptance import (
     verify,
 )
 from .drafting import Proposal
+from .native import laws as native
 from .sampling import draw
 from .settings import Settings
 
@@ -128,6 +129,9 @@ def _judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uni
         following = p[:, 0]
         token = following.argmax(-1) if greedy else draw(following, uniforms[:, -1])
         return Verdict([0] * p.shape[0], token.tolist(), p.new_zeros(p.shape[0], 0))
+    if not greedy and not settings.relaxed and native.takes(p):
+        found = native.judge(p, proposal.q, proposal.support, proposal.tokens, proposal.lengths, uniforms)
+        return Verdict(*found, torch.zeros_like(uniforms[:, :width]))
     lengths = torch.tensor(proposal.lengths, device=p.device)
     inside = torch.arange(width, device=p.device) < lengths[:, None]
     drafted, verification = p[:, :width], None

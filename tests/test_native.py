@@ -19,7 +19,7 @@ from test_feature_head import tiny_head
 from torch import Tensor
 
 from lossyspec.cpu import instruction_sets
-from lossyspec.drafting import Request
+from lossyspec.drafting import Proposal, Request
 from lossyspec.fused import Dense
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.likeness import apart
@@ -30,6 +30,7 @@ from lossyspec.quantised import Int4, Int8, quantise
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice
 from lossyspec.settings import Sampling, Settings
+from lossyspec.verification import judge
 
 compiled = pytest.mark.skipif(build.library() is None, reason="no g++, or a CPU without AVX2")
 FAMILY = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
@@ -317,6 +318,30 @@ def test_laws_and_largest_numbers_are_those_of_torch(rows: list[list[float]], da
         laws.softmax(logits, temperature), (logits / temperature).softmax(-1), rtol=1e-5, atol=1e-43, equal_nan=True
     )
     torch.testing.assert_close(laws.largest(logits), logits.amax(-1), rtol=0, atol=0, equal_nan=True)
+
+
+@compiled
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["all", "support", "one-hot"]), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10_000))
+def test_the_exact_verdict_is_that_of_torchs_operations(kind: str, rows: int, width: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    p = (3 * torch.randn(rows, width + 1, 300, generator=generator)).softmax(-1)
+    support = torch.randperm(300, generator=generator)[:80].sort().values if kind == "support" else None
+    laws_of_draft = p[:, :width] if support is None else p[:, :width, support]
+    near = laws_of_draft * torch.rand(laws_of_draft.shape, generator=generator).pow(seed % 3)
+    q = None if kind == "one-hot" else near / near.sum(-1, keepdim=True)
+    chosen = torch.multinomial(near.flatten(0, 1), 1, generator=generator).view(rows, width)
+    tokens = chosen if support is None else support[chosen]
+    lengths = torch.randint(0, width + 1, (rows,), generator=generator).tolist()
+    proposal, numbers = Proposal(tokens, lengths, q, width, support), torch.rand(rows, width + 1, generator=generator)
+    asked = (p, proposal, Settings(draft_length=width), torch.zeros(rows, width), numbers, False)
+    with mock.patch.object(laws, "judge", wraps=laws.judge) as compiled_judge:
+        mine = judge(*asked)
+    with mock.patch.object(laws, "takes", lambda values: False):
+        theirs = judge(*asked)
+    assert compiled_judge.call_count == 1
+    assert (mine.accepted, mine.following) == (theirs.accepted, theirs.following)
+    assert not mine.variation.any() and not theirs.variation.any() and mine.variation.shape == theirs.variation.shape
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 // Laws from logits, and tokens from laws.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "vectors.h"
@@ -92,6 +93,47 @@ void lossyspec_draw(const float* weights, int64_t rows, int64_t width, const dou
         }
         for (int64_t i = width - 1; tokens[row] == width; i--)
             if (from[i] > 0.0f) tokens[row] = i;
+    }
+}
+
+// The exact rule (Leviathan et al., arXiv 2211.17192) over rows that draft `lengths` of `width` tokens each. p: (rows, width +
+// 1, vocab) laws of the target. q: (rows, width, outputs) laws that the tokens are drawn from, of the ids of `support` (rising;
+// null: all), or null where each is one-hot. numbers: (rows, width + 1), the last for the token that follows.
+void lossyspec_judge(const float* p, int64_t rows, int64_t width, int64_t vocab, const float* q, int64_t outputs,
+                     const int64_t* support, const int64_t* tokens, const int64_t* lengths, const double* numbers,
+                     int64_t* accepted, int64_t* following) {
+    static thread_local std::vector<float> rest;
+    for (int64_t row = 0; row < rows; row++) {
+        const double* number = numbers + row * (width + 1);
+        int64_t kept = 0;
+        for (; kept < lengths[row]; kept++) {
+            const int64_t token = tokens[row * width + kept];
+            const float target = p[(row * (width + 1) + kept) * vocab + token];
+            float chance = target;
+            if (q) {
+                const int64_t place = support ? std::lower_bound(support, support + outputs, token) - support : token;
+                const float draft = q[(row * width + kept) * outputs + place];
+                chance = target >= draft ? (target > 0.0f) : target / draft;
+            }
+            if (!(number[kept] < chance)) break;
+        }
+        accepted[row] = kept;
+        const float* law = p + (row * (width + 1) + kept) * vocab;
+        following[row] = vocab;
+        if (kept < lengths[row]) {
+            rest.assign(law, law + vocab);
+            if (!q) rest[tokens[row * width + kept]] = 0.0f;
+            else {
+                const float* draft = q + (row * width + kept) * outputs;
+                for (int64_t i = 0; i < outputs; i++) {
+                    float& left = rest[support ? support[i] : i];
+                    left = left > draft[i] ? left - draft[i] : 0.0f;
+                }
+            }
+            lossyspec_draw(rest.data(), 1, vocab, number + width, following + row);
+        }
+        // p = q, and rounding: nothing is left over
+        if (following[row] == vocab) lossyspec_draw(law, 1, vocab, number + width, following + row);
     }
 }
 

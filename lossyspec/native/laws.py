@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,3 +41,23 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     result = torch.empty(weights.shape[:-1], dtype=torch.long)
     code.lossyspec_draw(weights.data_ptr(), result.numel(), weights.shape[-1], numbers.data_ptr(), result.data_ptr())
     return result
+
+
+def judge(
+    p: Tensor, q: Tensor | None, support: Tensor | None, tokens: Tensor, lengths: Sequence[int], numbers: Tensor
+) -> tuple[list[int], list[int]]:
+    """The exact rule: of each row how many drafted tokens (batch, width) stay, and the token that follows; see `takes`.
+
+    p: (batch, width + 1, V). q: (batch, width, S) over `support`, or over V; None: one-hot. numbers: (batch, width + 1)."""
+    code, rows, width = library(), *tokens.shape
+    assert code is not None
+    p, tokens, numbers = p.contiguous(), tokens.contiguous(), numbers.double().contiguous()
+    q = None if q is None else q.contiguous()
+    counts = torch.tensor([list(lengths), [0] * rows, [0] * rows])
+    code.lossyspec_judge(
+        p.data_ptr(), rows, width, p.shape[-1], None if q is None else q.data_ptr(), 0 if q is None else q.shape[-1],
+        None if support is None else support.data_ptr(), tokens.data_ptr(), counts[0].data_ptr(), numbers.data_ptr(),
+        counts[1].data_ptr(), counts[2].data_ptr(),
+    )  # fmt: skip
+    accepted, following = counts[1:].tolist()
+    return accepted, following
