@@ -129,9 +129,11 @@ def _judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uni
         following = p[:, 0]
         token = following.argmax(-1) if greedy else draw(following, uniforms[:, -1])
         return Verdict([0] * p.shape[0], token.tolist(), p.new_zeros(p.shape[0], 0))
-    if not greedy and not settings.relaxed and native.takes(p):
-        found = native.judge(p, proposal.q, proposal.support, proposal.tokens, proposal.lengths, uniforms)
-        return Verdict(*found, torch.zeros_like(uniforms[:, :width]))
+    rule = settings.rule if settings.relaxed else "exact"
+    if not greedy and rule in native.RULES and native.takes(p):
+        return Verdict(
+            *native.judge(rule, p, proposal.q, proposal.support, proposal.tokens, proposal.lengths, alpha, uniforms)
+        )
     lengths = torch.tensor(proposal.lengths, device=p.device)
     inside = torch.arange(width, device=p.device) < lengths[:, None]
     drafted, verification = p[:, :width], None
@@ -143,7 +145,7 @@ def _judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uni
         chance = accept_one_hot(settings.rule, chosen, entropy(drafted) if typical else None, alpha)
         variation = torch.where(alpha > 0, chance * (1 - chosen), 0.0) if typical else chance - chosen
     else:
-        chance, variation, verification = _sampled(drafted, proposal, settings.rule if settings.relaxed else "exact", alpha)
+        chance, variation, verification = _sampled(drafted, proposal, rule, alpha)
     if not greedy:
         kept = uniforms[:, :width] < chance
     accepted = (kept & inside).long().cumprod(-1).sum(-1)

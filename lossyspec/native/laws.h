@@ -96,24 +96,48 @@ void lossyspec_draw(const float* weights, int64_t rows, int64_t width, const dou
     }
 }
 
-// The exact rule (Leviathan et al., arXiv 2211.17192) over rows that draft `lengths` of `width` tokens each. p: (rows, width +
-// 1, vocab) laws of the target. q: (rows, width, outputs) laws that the tokens are drawn from, of the ids of `support` (rising;
-// null: all), or null where each is one-hot. numbers: (rows, width + 1), the last for the token that follows.
+// What a rule says of a drafted token: `share` is its alpha there. Whether they are judged by `exact` (0), `mixture` (1) or
+// `lenience` (2), the law after a rejection is that of p - q, as in acceptance.py.
+struct Rule {
+    int64_t kind;
+    float share;
+
+    // a(x) of a token with p(x) and q(x).
+    float chance(float target, float draft) const {
+        if (!(target > 0.0f)) return 0.0f;
+        const float n = kind == 1 ? (1.0f - share) * target + share * draft : target;
+        const float d = kind == 2 ? (1.0f - share) * draft : draft;
+        return n >= d ? 1.0f : n / d;
+    }
+};
+
+// The verdict over rows that draft `lengths` of `width` tokens each. p: (rows, width + 1, vocab) laws of the target. q: (rows,
+// width, outputs) laws that the tokens are drawn from, of the ids of `support` (rising; null: all), or null where each is one-hot.
+// shares: (rows, width). numbers: (rows, width + 1), the last for the token that follows. variation: (rows, width) TV between the
+// rule's law and p at the positions that were reached, 0 elsewhere.
 void lossyspec_judge(const float* p, int64_t rows, int64_t width, int64_t vocab, const float* q, int64_t outputs,
-                     const int64_t* support, const int64_t* tokens, const int64_t* lengths, const double* numbers,
-                     int64_t* accepted, int64_t* following) {
+                     const int64_t* support, const int64_t* tokens, const int64_t* lengths, const double* numbers, int64_t kind,
+                     const float* shares, int64_t* accepted, int64_t* following, float* variation) {
     static thread_local std::vector<float> rest;
     for (int64_t row = 0; row < rows; row++) {
         const double* number = numbers + row * (width + 1);
         int64_t kept = 0;
         for (; kept < lengths[row]; kept++) {
-            const int64_t token = tokens[row * width + kept];
-            const float target = p[(row * (width + 1) + kept) * vocab + token];
-            float chance = target;
-            if (q) {
-                const int64_t place = support ? std::lower_bound(support, support + outputs, token) - support : token;
-                const float draft = q[(row * width + kept) * outputs + place];
-                chance = target >= draft ? (target > 0.0f) : target / draft;
+            const int64_t at = row * width + kept, token = tokens[at];
+            const float* target = p + (row * (width + 1) + kept) * vocab;
+            const float* draft = q ? q + at * outputs : nullptr;
+            const Rule rule{kind, shares[at]};
+            const int64_t place = q && support ? std::lower_bound(support, support + outputs, token) - support : token;
+            const float chance = rule.chance(target[token], q ? draft[place] : 1.0f);
+            if (rule.kind && rule.share > 0.0f) {
+                double moved = 0.0;  // the sum of (q a - p)+: no residual lifts a token over p
+                if (!q) moved = chance - target[token];
+                else
+                    for (int64_t i = 0; i < outputs; i++) {
+                        const float own = target[support ? support[i] : i], more = draft[i] * rule.chance(own, draft[i]) - own;
+                        moved += more > 0.0f ? more : 0.0f;
+                    }
+                variation[at] = (float)moved;
             }
             if (!(number[kept] < chance)) break;
         }

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .build import library
 
+#: that `judge` knows, by their numbers there
+RULES = ("exact", "mixture", "lenience")
+
 
 def takes(values: Tensor) -> bool:
     """Whether the compiled code does these."""
@@ -44,20 +47,30 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def judge(
-    p: Tensor, q: Tensor | None, support: Tensor | None, tokens: Tensor, lengths: Sequence[int], numbers: Tensor
-) -> tuple[list[int], list[int]]:
-    """The exact rule: of each row how many drafted tokens (batch, width) stay, and the token that follows; see `takes`.
+    rule: str,
+    p: Tensor,
+    q: Tensor | None,
+    support: Tensor | None,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    alpha: Tensor,
+    numbers: Tensor,
+) -> tuple[list[int], list[int], Tensor]:
+    """By one of RULES, of each row how many drafted tokens (batch, width) stay, and the token that follows; and the TV
+    between the rule's law and p at the positions that were reached, (batch, width); see `takes`.
 
-    p: (batch, width + 1, V). q: (batch, width, S) over `support`, or over V; None: one-hot. numbers: (batch, width + 1)."""
+    p: (batch, width + 1, V). q: (batch, width, S) over `support`, or over V; None: one-hot. alpha: (batch, width). numbers:
+    (batch, width + 1)."""
     code, rows, width = library(), *tokens.shape
     assert code is not None
-    p, tokens, numbers = p.contiguous(), tokens.contiguous(), numbers.double().contiguous()
-    q = None if q is None else q.contiguous()
-    counts = torch.tensor([list(lengths), [0] * rows, [0] * rows])
+    kept = [part.contiguous() for part in (p, tokens, numbers.double(), alpha.float())]  # while there are addresses of them
+    drawn = None if q is None else q.contiguous()
+    counts, variation = torch.tensor([list(lengths), [0] * rows, [0] * rows]), torch.zeros(rows, width)
     code.lossyspec_judge(
-        p.data_ptr(), rows, width, p.shape[-1], None if q is None else q.data_ptr(), 0 if q is None else q.shape[-1],
-        None if support is None else support.data_ptr(), tokens.data_ptr(), counts[0].data_ptr(), numbers.data_ptr(),
-        counts[1].data_ptr(), counts[2].data_ptr(),
+        kept[0].data_ptr(), rows, width, p.shape[-1], None if drawn is None else drawn.data_ptr(),
+        0 if drawn is None else drawn.shape[-1], None if support is None else support.data_ptr(), kept[1].data_ptr(),
+        counts[0].data_ptr(), kept[2].data_ptr(), RULES.index(rule), kept[3].data_ptr(), counts[1].data_ptr(),
+        counts[2].data_ptr(), variation.data_ptr(),
     )  # fmt: skip
     accepted, following = counts[1:].tolist()
-    return accepted, following
+    return accepted, following, variation
