@@ -135,8 +135,7 @@ class NativeLayers:
             if not layer.is_initialized:
                 empty = torch.empty(rows, self.kv_heads, 0, self.size, dtype=self.dtype)
                 layer.lazy_initialization(empty, empty)
-        positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten()
-        turns = {kind: self._turned(kind, positions) for kind in set(self.kinds)}
+        turns = {kind: self._turned(kind, starts, count) for kind in set(self.kinds)}
         number, pointer, layers = ctypes.c_int64, ctypes.c_void_p, len(self.kinds)
         cosines, sines = ((pointer * layers)(*[turns[kind][part].data_ptr() for kind in self.kinds]) for part in (0, 1))
         keys, values, slots = self._places(cache)
@@ -157,8 +156,12 @@ class NativeLayers:
         found: tuple[Any, Any, Any] = cache.places[1]
         return found
 
-    def _turned(self, kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._angles_to(kind, int(positions.max()) + 1)
+    def _turned(self, kind: str, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        cos, sin = self._angles_to(kind, max(starts) + count)
+        if len(starts) == 1:
+            place = slice(starts[0], starts[0] + count)
+            return cos[place], sin[place]
+        positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten()
         return cos[positions], sin[positions]
 
     def _angles_to(self, kind: str, needed: int) -> tuple[Tensor, Tensor]:
