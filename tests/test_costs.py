@@ -57,13 +57,13 @@ def meter_of(target: Any, draft: Any = None, context: int = 40, length: int = 3,
 # rounds
 
 
-def test_every_number_of_verified_tokens_is_measured_interleaved_up_and_down(model: Any) -> None:
+def test_every_number_of_verified_tokens_is_measured_in_turns_up_and_down(model: Any) -> None:
     target = Target(model)
     meter = meter_of(target, NgramDraft(), repeats=4)
     seconds = meter.round_s("fp32", 2)
     up = [1, 2, 3, 4]
     warm_up = up * 2
-    assert [width for _, width in target.passes] == warm_up + (up + up[::-1]) * 2
+    assert [width for _, width in target.passes] == warm_up + [width for width in up + up[::-1] for _ in range(3)]
     assert {rows for rows, _ in target.passes} == {2}
     assert len(seconds) == 4
     assert all(second > 0 for second in seconds)
@@ -143,10 +143,23 @@ def plain_target(vocab: int = VOCAB, limit: int | None = None) -> Any:
 
 
 def test_medians_are_of_the_rounds_after_the_warm_up_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_decode(monkeypatch, lambda index, drafted: 99.0 if index < 8 else 1.0 + drafted + (50.0 if index == 12 else 0.0))
+    fake_decode(monkeypatch, lambda index, drafted: 99.0 if index < 8 else 1.0 + drafted + (50.0 if index == 13 else 0.0))
     meter = meter_of(plain_target(), repeats=5)
     assert meter.round_s("fp32", 1) == [1.0, 2.0, 3.0, 4.0]
     assert meter.table.spread["fp32", 1] == 0.0
+
+
+def test_a_round_counts_after_another_of_its_kind_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran before decides what a CPU finds in its caches."""
+    seen: dict[int, int] = {}
+
+    def seconds(index: int, drafted: int) -> float:
+        seen[index] = drafted
+        return 1.0 + drafted + (0.0 if seen.get(index - 1) == drafted else 7.0)
+
+    fake_decode(monkeypatch, seconds)
+    for repeats in (3, 7):
+        assert meter_of(plain_target(), repeats=repeats).round_s("fp32", 1) == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_machine_that_slows_down_hits_all_lengths_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +171,7 @@ def test_a_machine_that_slows_down_hits_all_lengths_alike(monkeypatch: pytest.Mo
 
 
 def test_the_spread_is_the_median_deviation_over_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_decode(monkeypatch, lambda index, drafted: 1.0 + 0.1 * (index // 2 % 3 - 1))
+    fake_decode(monkeypatch, lambda index, drafted: 1.0 + 0.1 * (index % 3 - 1))
     meter = meter_of(plain_target(), repeats=6, length=1)
     assert meter.round_s("fp32", 1) == pytest.approx([1.0, 1.0])
     assert meter.table.spread["fp32", 1] == pytest.approx(0.1)

@@ -109,6 +109,25 @@ struct Rule {
         const float d = kind == 2 ? (1.0f - share) * draft : draft;
         return n >= d ? 1.0f : n / d;
     }
+
+    // TV between the rule's law and p: the sum of (q a - p)+, since no residual lifts a token over p. For `mixture` that is alpha
+    // (q - p)+ for each token that p has at all, for `lenience` the smaller of q and p / (1 - alpha), less p.
+    float variation(const float* target, const float* draft, const int64_t* support, int64_t outputs) const {
+        float parts[LANES] = {};
+        const float strict = 1.0f - share;
+        const auto add = [&](int64_t i, int lane) {
+            const float own = target[support ? support[i] : i], q = draft[i];
+            const float most = kind == 1 ? own + share * (q - own) : strict * q <= own ? q : own / strict;
+            parts[lane] += own > 0.0f && most > own ? most - own : 0.0f;
+        };
+        int64_t i = 0;
+        for (; i + LANES <= outputs; i += LANES)
+            for (int lane = 0; lane < LANES; lane++) add(i + lane, lane);
+        for (; i < outputs; i++) add(i, 0);
+        float sum = 0.0f;
+        for (const float part : parts) sum += part;
+        return sum;
+    }
 };
 
 // The verdict over rows that draft `lengths` of `width` tokens each. p: (rows, width + 1, vocab) laws of the target. q: (rows,
@@ -129,16 +148,8 @@ void lossyspec_judge(const float* p, int64_t rows, int64_t width, int64_t vocab,
             const Rule rule{kind, shares[at]};
             const int64_t place = q && support ? std::lower_bound(support, support + outputs, token) - support : token;
             const float chance = rule.chance(target[token], q ? draft[place] : 1.0f);
-            if (rule.kind && rule.share > 0.0f) {
-                double moved = 0.0;  // the sum of (q a - p)+: no residual lifts a token over p
-                if (!q) moved = chance - target[token];
-                else
-                    for (int64_t i = 0; i < outputs; i++) {
-                        const float own = target[support ? support[i] : i], more = draft[i] * rule.chance(own, draft[i]) - own;
-                        moved += more > 0.0f ? more : 0.0f;
-                    }
-                variation[at] = (float)moved;
-            }
+            if (rule.kind && rule.share > 0.0f)
+                variation[at] = q ? rule.variation(target, draft, support, outputs) : chance - target[token];
             if (!(number[kept] < chance)) break;
         }
         accepted[row] = kept;

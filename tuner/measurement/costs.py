@@ -170,24 +170,27 @@ class CostMeter:
     def round_s(
         self, precision: Precision, batch: int, attention: Attention | None = None, compiled: Compile = "off"
     ) -> list[float]:
-        """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch; all lengths interleaved.
-        attention, compiled: of the target."""
+        """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch, after another such round, as in
+        decoding: what a CPU finds in its caches, and how fast its memory is, depend on what it did just before. All lengths
+        take turns, twice. attention, compiled: of the target."""
         sparse = attention or Attention()
         key = (format_of(precision, sparse, compiled), batch)
         if key not in self.table.round_s:
             target, _ = self.runners(precision)
             lengths = list(range(self.max_draft_length + 1))
-            order = lengths * _WARM_UP
-            for repeat in range(self.repeats):  # up and down, so that a drift of the machine hits all alike
-                order += lengths if repeat % 2 == 0 else lengths[::-1]
+            turn = 1 + -(-self.repeats // 2)
+            # up and down, so that a drift of the machine hits all alike
+            order = lengths * _WARM_UP + [length for length in lengths + lengths[::-1] for _ in range(turn)]
             draft = _Scripted(order, target.vocab_size, target.device)
             settings = self._settings(MAX_DRAFT_LENGTH, sparse, compiled)
             before = target.compile_s if compiled != "off" else 0.0
             stats = self._decode(target, draft, batch, len(order), settings)
             if compiled != "off":  # within the warm-up
                 self.table.compile_s[key] = target.compile_s - before
-            kept = list(zip(order, stats.round_times_s, strict=True))[len(lengths) * _WARM_UP :]
-            samples = [[seconds for length, seconds in kept if length == wanted] for wanted in lengths]
+            kept = list(enumerate(zip(order, stats.round_times_s, strict=True)))[len(lengths) * _WARM_UP :]
+            samples = [
+                [seconds for place, (length, seconds) in kept if length == wanted == order[place - 1]] for wanted in lengths
+            ]
             medians = [float(np.median(part)) for part in samples]
             self.table.round_s[key] = medians
             self.table.spread[key] = float(
