@@ -96,8 +96,8 @@ void lossyspec_draw(const float* weights, int64_t rows, int64_t width, const dou
     }
 }
 
-// What a rule says of a drafted token: `share` is its alpha there. Whether they are judged by `exact` (0), `mixture` (1) or
-// `lenience` (2), the law after a rejection is that of p - q, as in acceptance.py.
+// What a rule says of a drafted token: `share` is its alpha there. By `exact` (0), `mixture` (1), `lenience` (2), and by `priced`
+// (3) for tokens that are one-hot, the law after a rejection is that of p - q, as in acceptance.py.
 struct Rule {
     int64_t kind;
     float share;
@@ -108,6 +108,15 @@ struct Rule {
         const float n = kind == 1 ? (1.0f - share) * target + share * draft : target;
         const float d = kind == 2 ? (1.0f - share) * draft : draft;
         return n >= d ? 1.0f : n / d;
+    }
+
+    // a(x) of a token that is one-hot.
+    float chance(float target) const {
+        if (kind != 3 || !(share > 0.0f) || !(target > 0.0f)) return chance(target, 1.0f);
+        const double strict = 1.0 - share, kappa = share / (strict > 1e-12 ? strict : 1e-12), drop = 1.0 - kappa;
+        const double root = std::sqrt(drop * drop + 4.0 * target * kappa);
+        const double low = drop >= 0.0 ? 0.5 * (drop + root) : 2.0 * target * kappa / (root - drop);
+        return target >= low ? 1.0f : (float)(target / low);
     }
 
     // TV between the rule's law and p: the sum of (q a - p)+, since no residual lifts a token over p. For `mixture` that is alpha
@@ -147,7 +156,7 @@ void lossyspec_judge(const float* p, int64_t rows, int64_t width, int64_t vocab,
             const float* draft = q ? q + at * outputs : nullptr;
             const Rule rule{kind, shares[at]};
             const int64_t place = q && support ? std::lower_bound(support, support + outputs, token) - support : token;
-            const float chance = rule.chance(target[token], q ? draft[place] : 1.0f);
+            const float chance = q ? rule.chance(target[token], draft[place]) : rule.chance(target[token]);
             if (rule.kind && rule.share > 0.0f)
                 variation[at] = q ? rule.variation(target, draft, support, outputs) : chance - target[token];
             if (!(number[kept] < chance)) break;

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .build import library
 
-#: that `judge` knows, by their numbers there
-RULES = ("exact", "mixture", "lenience")
+#: that `judge` knows, by their numbers there: for any draft, and for drafts whose tokens are one-hot
+RULES = {"exact": 0, "mixture": 1, "lenience": 2}
+ONE_HOT_RULES = RULES | {"optimal": 1, "priced": 3}
 
 
 def takes(values: Tensor) -> bool:
@@ -56,7 +57,7 @@ def judge(
     alpha: Tensor,
     numbers: Tensor,
 ) -> tuple[list[int], list[int], Tensor]:
-    """By one of RULES, of each row how many drafted tokens (batch, width) stay, and the token that follows; and the TV
+    """By a rule of theirs, of each row how many drafted tokens (batch, width) stay, and the token that follows; and the TV
     between the rule's law and p at the positions that were reached, (batch, width); see `takes`.
 
     p: (batch, width + 1, V). q: (batch, width, S) over `support`, or over V; None: one-hot. alpha: (batch, width). numbers:
@@ -69,7 +70,7 @@ def judge(
     code.lossyspec_judge(
         kept[0].data_ptr(), rows, width, p.shape[-1], None if drawn is None else drawn.data_ptr(),
         0 if drawn is None else drawn.shape[-1], None if support is None else support.data_ptr(), kept[1].data_ptr(),
-        counts[0].data_ptr(), kept[2].data_ptr(), RULES.index(rule), kept[3].data_ptr(), counts[1].data_ptr(),
+        counts[0].data_ptr(), kept[2].data_ptr(), ONE_HOT_RULES[rule], kept[3].data_ptr(), counts[1].data_ptr(),
         counts[2].data_ptr(), variation.data_ptr(),
     )  # fmt: skip
     accepted, following = counts[1:].tolist()
