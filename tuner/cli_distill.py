@@ -36,7 +36,7 @@ from .config import parse_duration_s
 @click.option("--budget", default=None, help="Wall-clock time: 10m, 2h. [default: none]")
 @click.option("--from", "start", type=click.Path(path_type=Path), default=None, help="A head to go on from. [default: none]")
 @click.option(
-    "--layers", type=int, help="Decoder layers; more than --from has begin as if not there. [default: 1, or what it has]"
+    "--layers", type=int, default=None, help="Decoder layers; new ones begin as if not there. [default: 1, or --from's]"
 )
 @click.option("--width", type=int, default=None, help="Hidden size of the head. [default: the target's]")
 @click.option("--vocab", type=int, default=8192, help="Most frequent tokens that the head can propose.")
