@@ -171,9 +171,10 @@ def memory_figure(group: Group) -> Drawn:
         if room is None:
             continue
         colour = group.colour(place, "lossy")
-        short = room.precision if len(group.runs) == 1 else f"{label}, {room.precision}"
+        full = label if room.precision in label.split(", ") else f"{label}, {room.precision}"
+        short = room.precision if len(group.runs) == 1 else full
         marks = tuple(
-            Mark(batch, size / GIB, f"{label}, {room.precision}, batch {batch}: {size / GIB:.2f} GiB (the run's estimate)")
+            Mark(batch, size / GIB, f"{full}, batch {batch}: {size / GIB:.2f} GiB (the run's estimate)")
             for batch, size in room.bytes_by_batch.items()
         )
         series.append(Series(short, label, "lossy", "derived", colour, marks))
