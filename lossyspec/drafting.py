@@ -177,7 +177,7 @@ def draw_round(
     a step. live: the rows that draft at all. A row stops at its limit, and before a position of a confidence under theta.
     """
     rows, width = len(request.prefixes), max(request.limits, default=0)
-    greedy, choosy = [choice.greedy for choice in request.choices], request.penalised or request.settings.theta > 0
+    greedy = [choice.greedy for choice in request.choices]
     drafted = torch.zeros(rows, width, dtype=torch.long, device=device)
     lengths, drawn_from, steps = [0] * rows, [], 0
     for column in range(width):
@@ -185,7 +185,7 @@ def draw_round(
             break
         q = law(column, drafted[:, :column])
         steps += 1
-        confident = (q.amax(-1) >= request.settings.theta).tolist() if choosy else [True] * rows
+        confident = (q.amax(-1) >= request.settings.theta).tolist()  # not where q is NaN
         live = [live[row] and confident[row] and column < limit for row, limit in enumerate(request.limits)]
         if not any(live):
             break

@@ -137,6 +137,10 @@ class FeatureDraft:
         self._cache.place(starts, tokens.shape[1], self.device)
         drawn, laws = native.chain(tokens, features, starts, self._cache, last, temperature, numbers, steps)
         lengths = [sum(column) for column in zip(*alive, strict=True)]
+        whole = (
+            (~laws[..., 0].isnan()).long().cumprod(-1).sum(-1)
+        )  # a law with NaN is NaN throughout: nothing is drawn from it
+        lengths = [min(pair) for pair in zip(lengths, whole.tolist(), strict=True)]
         return Proposal(drawn, lengths, None if greedy else laws, steps, None if greedy else self.support)
 
     @torch.inference_mode()

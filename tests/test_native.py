@@ -286,6 +286,20 @@ def test_a_round_of_a_head_in_one_call_is_that_of_its_steps(temperature: float, 
         drafts[1].propose(Request([list(range(3, 42))] * 3, [4, 4, 4], settings, choices[1]))
 
 
+@compiled
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_head_that_breaks_drafts_nothing_from_there_on(temperature: float) -> None:
+    draft = FeatureDraft(tiny_head(), lively_model("llama"), 90, packed=True)
+    features = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(0))
+    features[1, 5] = float("nan")
+    draft.start([list(range(3, 12)), list(range(3, 12))], 40)
+    draft.observe(features, [0, 0])
+    choices = [Choice(Sampling(temperature=temperature), made) for made in generators(2, True)]
+    request = Request([list(range(3, 12))] * 2, [3, 3], Settings(draft_length=3), choices)
+    assert request.softmax_temperature is not None
+    assert draft.propose(request).lengths == [3, 0]
+
+
 def generators(count: int, own: bool) -> list[torch.Generator]:
     """One for each row, or one for all."""
     made = [torch.Generator().manual_seed(seed) for seed in range(count)]
