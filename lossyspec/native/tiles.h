@@ -93,26 +93,16 @@ struct Multiplier {
             if (end) shape.set(6, 2 * step, end), shape.set(7, end / 4, 64);
         }
         tiles.be(shape);
-        kernel = matrix.bits == 4 ? kernel4<ROWS>() : matrix.bits == 8 ? kernel8<ROWS>() : kernel16<ROWS>();
+        kernel = matrix.bits == 4 ? kernel_of<4>() : matrix.bits == 8 ? kernel_of<8>() : kernel_of<16>();
     }
 
-    template <int N>
-    Kernel kernel4() {
+    template <int BITS, int N = ROWS>
+    Kernel kernel_of() {
         if constexpr (N > 1)
-            if (step < N) return kernel4<N - 1>();
-        return &Multiplier::rows4<N>;
-    }
-    template <int N>
-    Kernel kernel8() {
-        if constexpr (N > 1)
-            if (step < N) return kernel8<N - 1>();
-        return &Multiplier::rows8<N>;
-    }
-    template <int N>
-    Kernel kernel16() {
-        if constexpr (N > 1)
-            if (step < N) return kernel16<N - 1>();
-        return &Multiplier::rows16<N>;
+            if (step < N) return kernel_of<BITS, N - 1>();
+        if constexpr (BITS == 4) return &Multiplier::rows4<N>;
+        else if constexpr (BITS == 8) return &Multiplier::rows8<N>;
+        else return &Multiplier::rows16<N>;
     }
 
     void operator()(const uint8_t* block, int64_t ahead, int64_t row, int64_t some, Floats* result) {
