@@ -83,7 +83,8 @@ class ModelPool:
 
     def memory_bytes(self, settings: Settings, batch: int, context: int) -> int:
         """Weights at the settings' precisions and the keys and values of a batch at a context; an estimate."""
-        total = 0.0
+        total, decoder = 0.0, self._decoders.get(settings.precision.target)
+        native = decoder is not None and decoder.target.native
         for model, precision in ((self.target, settings.precision.target), (self.draft, settings.precision.draft)):
             if isinstance(model, TargetItself):  # its entries are a few copies of the target's
                 total += WEIGHT_BYTES[model.model.precision] * model.model.weights if model.model else 0
@@ -91,8 +92,6 @@ class ModelPool:
             if model is None:
                 continue
             own = precision or settings.precision.target
-            decoder = self._decoders.get(settings.precision.target)
-            native = decoder is not None and decoder.target.native
             if isinstance(model, LoadedHead):  # in the format of the target's activations; int8 beside packed weights
                 held = 1 if own in QUANTISED or native else CACHE_BYTES[own]
                 total += held * sum(part.numel() for part in model.head.parameters())
