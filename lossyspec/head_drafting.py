@@ -14,7 +14,7 @@ from .drafting import Proposal, Request, draw_round, numbers_of
 from .feature_head import FeatureHead
 from .fused import Dense
 from .kv_cache import RowCache
-from .native.passes import NativeHead, native_head
+from .native.heads import NativeHead, native_head
 from .quantised import Int8
 
 

@@ -1,4 +1,4 @@
-"""Whole passes of quantised and bf16 layers in one call of `stack.cpp`: of a fused stack, and of a feature head."""
+"""Whole passes of quantised and bf16 layers in one call of `stack.cpp`, and those of a fused stack."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..cpu import free_memory_bytes, multiplies_bf16
-from ..feature_head import EPSILON, FeatureHead
 from ..fused import Dense, FusedLayer, FusedStack, RootMeanSquare
 from ..kv_cache import RowCache
 from . import build
@@ -243,100 +241,3 @@ def _check_weights(stack: FusedStack) -> None:
     needed, free = sum(part.weight.nbytes for part in dense), free_memory_bytes()
     if free is not None and 2 * needed > free:
         raise Unfit(f"a second copy of its weights needs {needed} bytes, {free} are free")
-
-
-class NativeHead(NativeLayers):
-    """Steps of a feature head: embeddings and features in, its own features and logits over its token map out."""
-
-    def __init__(self, head: FeatureHead, embeddings: Tensor, rows: Any) -> None:
-        """head: packed. rows: the target's output rows, packed. Raises `Unfit`."""
-        shape = head.shape
-        size = shape.width // shape.heads
-
-        def norm(module: Any) -> RootMeanSquare:
-            return RootMeanSquare(module.weight.detach(), EPSILON)
-
-        def turns(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = (part[0, 0] for part in head.rope(positions[None], torch.float32))
-            return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-        def layer(block: Any) -> FusedLayer:
-            return FusedLayer(
-                norm(block.norm_attention), block.qkv.matrix, None, block.out.matrix, None,
-                norm(block.norm_mlp), block.gate_up.matrix, F.silu, block.down.matrix, None,
-            )  # fmt: skip
-
-        heads = (shape.heads, shape.kv_heads, size)
-        super().__init__([layer(block) for block in head.blocks], norm(head.norm), heads, size**-0.5, turns)
-        if shape.width != shape.hidden:
-            raise Unfit("the head is of another width than its target")
-        joins: Any = head.fc
-        bias, parts = head.bias.detach(), (joins.matrix.packed, rows.packed)
-        if not all(isinstance(part, Blocks) for part in parts):
-            raise Unfit("its matrices are not packed for the compiled code")
-        if embeddings.dtype not in (torch.float32, torch.bfloat16):
-            raise Unfit(f"embeddings in {embeddings.dtype}")
-        bias, embeddings = bias.float().contiguous(), embeddings.contiguous()
-        self._support = head.token_map.contiguous()
-        self._kept += [bias, embeddings]
-        self._shape.table, self._outputs = embeddings.data_ptr(), shape.vocab
-        self._shape.half_table = embeddings.dtype == torch.bfloat16
-        self._shape.entry, self._shape.exit = parts[0].matrix(), parts[1].matrix(bias)
-        self._kept += parts
-
-    def step(
-        self, tokens: Tensor, features: Tensor, starts: Sequence[int], cache: RowCache, picks: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Features (batch, n, hidden) after tokens (batch, n) with the target's or its own features (batch, n, hidden), and
-        fp32 logits (batch, 1, S) after column picks[i] of row i."""
-        what, x, logits = self._read(tokens, features, starts, cache, picks)
-        self._run(what, x)
-        return x, logits
-
-    def chain(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        starts: Sequence[int],
-        cache: RowCache,
-        picks: Sequence[int],
-        temperature: float,
-        numbers: Tensor | None,
-        steps: int,
-    ) -> tuple[Tensor, Tensor]:
-        """A whole round of `steps` tokens for each row, the first of them after what `step` reads. numbers: (batch, steps)
-        that they are drawn by; None: the most likely ones. Returns their ids (batch, steps), and the laws (batch, steps, S)
-        that they are from. Raises ValueError where the cache has not the slots."""
-        if (end := max(start + pick for start, pick in zip(starts, picks, strict=True)) + steps) > cache.capacity:
-            raise ValueError(f"cache of {cache.capacity} slots is too small for {end}")
-        what, x, logits = self._read(tokens, features, starts, cache, picks)
-        rows, (cosines, sines) = len(starts), self._angles_to(self.kinds[0], cache.capacity)
-        laws, drawn = logits.new_empty(rows, steps, self._outputs), torch.empty(rows, steps, dtype=torch.long)
-        numbers = None if numbers is None else numbers.double().contiguous()
-        given = None if numbers is None else numbers.data_ptr()
-        after = [part.data_ptr() for part in (self._support, cosines, sines, laws, drawn)]
-        shape, begin = ctypes.byref(self._shape), ctypes.byref(what)
-        checked(self._code.lossyspec_chain(shape, begin, x.data_ptr(), steps, temperature, given, *after))
-        return drawn, laws
-
-    def _read(
-        self, tokens: Tensor, features: Tensor, starts: Sequence[int], cache: RowCache, picks: Sequence[int]
-    ) -> tuple[build.Pass, Tensor, Tensor]:
-        """The pass over entries, where their states go, and the logits."""
-        rows, count, width = features.shape
-        tokens, features = tokens.contiguous(), features.float().contiguous()
-        x, logits = features.new_empty(rows, count, width), features.new_empty(rows, 1, self._outputs)
-        what = self._pass(rows, count, starts, cache)
-        what.tokens, what.features, what.logits = tokens.data_ptr(), features.data_ptr(), logits.data_ptr()
-        what.picks = (ctypes.c_int64 * rows)(*picks)
-        what.kept = what.kept, tokens, features
-        return what, x, logits
-
-
-def native_head(head: FeatureHead, embeddings: Tensor, rows: Any) -> NativeHead | None:
-    """The steps of a packed head by the compiled code; None, with the reason in the log, where it has not all parts."""
-    try:
-        return NativeHead(head, embeddings, rows)
-    except Unfit as reason:
-        logger.debug("the draft head runs by torch's operations: %s", reason)
-        return None
