@@ -12,7 +12,7 @@ from lossyspec.settings import CACHE_BYTES, WEIGHT_BYTES
 from .accelerators import Accelerator
 from .load import Run
 from .roofline import Cell, Fit, ModelSize, cells_of, fit_cells, model_size, pass_s, seconds
-from .serving import DRAFTING, JUDGING, KINDS, round_parts, usable
+from .serving import DRAFTING, JUDGING, KINDS, draft_steps, round_parts, usable
 
 #: factor up and down that is stated when there is only one machine: a convention, not an estimate
 WIDE = 2.0
@@ -138,10 +138,9 @@ def _round_s(run: Run, trial: TrialRecord, device: Accelerator, size: ModelSize,
     if parts is None:
         return None
     costs = run.costs
-    if costs is not None and costs.draft_step_s.get((precision, batch)):
+    if costs is not None and costs.draft_s.get((precision, batch)):
         one = pass_s(device, size.draft_parameters, 0.0, precision, batch, 1) if size.draft_parameters else None
         if one is None:
             return None
-        steps = parts[DRAFTING] / costs.draft_step_s[(precision, batch)]
-        return total + steps * seconds(one, fit) + parts[JUDGING]
+        return total + draft_steps(trial) * seconds(one, fit) + parts[JUDGING]
     return total + parts[DRAFTING] + parts[JUDGING]

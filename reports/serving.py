@@ -150,6 +150,21 @@ def _bytes(value: object) -> int | None:
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
 
 
+def draft_steps(point: FrontPoint | TrialRecord) -> float:
+    """Steps of a draft model in a mean round, by the prediction: one more than it drafts where it may stop early."""
+    if point.predicted is None:
+        return 0.0
+    settings = point.settings
+    return min(point.predicted.drafted_per_round + (settings.theta > 0), settings.draft_length_for(point.batch_size))
+
+
+def _between(values: Sequence[float], place: float) -> float:
+    """The value at a place between two of a list; the last one beyond its end."""
+    low = min(int(place), len(values) - 1)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (place - int(place)) * (values[high] - values[low])
+
+
 def round_parts(run: Run, point: FrontPoint | TrialRecord) -> dict[str, float] | None:
     """Seconds of a round, by what they go into: the target's pass for one token, what more tokens add, drafting, judging.
 
@@ -163,9 +178,9 @@ def round_parts(run: Run, point: FrontPoint | TrialRecord) -> dict[str, float] |
     if length == 0:
         return {PASS: total}
     judging = costs.judge_s.get((settings.rule, batch), 0.0)
-    step = costs.draft_step_s.get((format_of(settings.precision.target, settings.attention.on("draft")), batch))
-    if step:
-        drafting = step * min(predicted.drafted_per_round + (settings.theta > 0), length)
+    by_model = costs.draft_s.get((format_of(settings.precision.target, settings.attention.on("draft")), batch))
+    if by_model:
+        drafting = _between(by_model, draft_steps(point))
     else:
         lookup = costs.lookup_s.get(batch, ())
         drafting = lookup[length] if length < len(lookup) else 0.0

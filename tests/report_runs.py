@@ -64,10 +64,10 @@ def lookup_s(batch: int) -> list[float]:
 def costs_of(machine: Machine) -> dict[str, Any]:
     cells = [(precision, batch) for precision in machine.precisions for batch in machine.batches]
     return {
-        "schema": "lossytune.costs/1",
+        "schema": "lossytune.costs/2",
         "context": CONTEXT,
         "round_s": {f"{p}/{b}": [machine.pass_s(p, b, n) for n in range(1, 10)] for p, b in cells},
-        "draft_step_s": {} if machine.ngram else {f"{p}/{b}": DRAFT_STEP_S for p, b in cells},
+        "draft_s": {} if machine.ngram else {f"{p}/{b}": [n * DRAFT_STEP_S for n in range(9)] for p, b in cells},
         "lookup_s": {str(batch): lookup_s(batch) for batch in machine.batches},
         "judge_s": {},
         "spread": {f"{p}/{b}": 0.01 for p, b in cells},
@@ -296,7 +296,7 @@ def scale_run(source: Path, out: Path, device: str, factor: float) -> Path:
     config = manifest.config | {"made_up": said}
     write_record(out / "manifest.json", manifest.model_copy(update={"hardware": hardware, "config": config}))
     costs = json.loads((source / "costs.json").read_text())
-    for name in ("round_s", "draft_step_s", "lookup_s", "judge_s"):
+    for name in ("round_s", "draft_s", "lookup_s", "judge_s"):
         for key, value in costs[name].items():
             costs[name][key] = [one / factor for one in value] if isinstance(value, list) else value / factor
     (out / "costs.json").write_text(json.dumps(costs))

@@ -374,6 +374,9 @@ def test_the_loss_and_its_gradients_are_those_of_the_plain_formula(monkeypatch: 
 
 def test_the_best_draft_length_is_found_by_hand() -> None:
     # 1 + .5 over 1.1 + .1; 1 + .5 + .25 over 1.2 + .2; beyond the last rate it holds
-    assert best_length([0.5], [1.0, 1.1], 0.1) == (1, pytest.approx(1.5 / 1.2))
-    assert best_length([0.8, 0.5], [1.0, 1.0, 1.0, 1.0], 0.1) == (3, pytest.approx((1 + 0.8 + 0.4 + 0.2) / 1.3))
-    assert best_length([0.1], [1.0, 1.5], 0.5) == (0, 1.0)
+    assert best_length([0.5], [1.0, 1.1], [0.0, 0.1]) == (1, pytest.approx(1.5 / 1.2))
+    assert best_length([0.8, 0.5], [1.0, 1.0, 1.0, 1.0], [0.0, 0.1, 0.2, 0.3]) == (
+        3,
+        pytest.approx((1 + 0.8 + 0.4 + 0.2) / 1.3),
+    )
+    assert best_length([0.1], [1.0, 1.5], [0.0, 0.5]) == (0, 1.0)

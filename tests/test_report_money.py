@@ -262,6 +262,11 @@ def test_a_cost_that_nobody_can_have_measured_is_refused(tmp_path: Path, field: 
     table = {"schema": "lossytune.costs/1", "context": 8, "round_s": {"fp32/1": [0.1]}, "lookup_s": {"1": [0.0]}}
     (tmp_path / "costs.json").write_text(json.dumps(table))
     assert read_costs(tmp_path / "costs.json").context_tokens == 8
+    newer = table | {"schema": "lossytune.costs/2", "draft_s": {"fp32/1": [0.0, 0.5]}}
+    older = table | {"draft_step_s": {"fp32/1": 0.25}}
+    for data, drafting in ((newer, (0.0, 0.5)), (older, tuple(0.25 * count for count in range(17)))):
+        (tmp_path / "costs.json").write_text(json.dumps(data))
+        assert read_costs(tmp_path / "costs.json").draft_s == {("fp32", 1): drafting}
     table[field] = {"fp32/1" if field == "round_s" else "1": [value]}
     (tmp_path / "costs.json").write_text(json.dumps(table))
     with pytest.raises(ConfigurationError, match=r"costs\.json: not a cost table"):

@@ -64,8 +64,9 @@ class Objective:
         if settings.draft_length == 0:
             return total
         if self.dense and settings.source != "ngram":
-            steps = float(_longest(flow.steps, batch) @ np.arange(len(flow.steps)))
-            total += steps * self.meter.draft_step_s(precision, batch, settings.attention.on("draft"))
+            drafting = self.meter.draft_s(precision, batch, settings.attention.on("draft"))
+            steps = _longest(flow.steps, batch)
+            total += float(steps @ np.interp(range(len(steps)), range(len(drafting)), drafting))
         if not self.dense or settings.source != "draft":
             total += self.meter.lookup_s(batch)[settings.draft_length]
         return total + self.meter.judge_s(settings.rule, batch, self.dense and settings.source != "ngram")

@@ -17,7 +17,7 @@ from lossyspec.self_drafting import SelfDraft
 from lossyspec.settings import Attention, Precision, Sampling, Settings, format_of
 
 from .config import SearchConfig
-from .measurement.costs import REPEATS, CostMeter, CostTable
+from .measurement.costs import DRAFT_LENGTHS, REPEATS, CostMeter, CostTable
 from .measurement.energy import find_energy_meter
 from .measurement.live import Contestant, measure_blocks
 from .models import ModelPool
@@ -178,7 +178,9 @@ def _repeats(work: Work, plain_step_s: float | None) -> int:
         return REPEATS
     formats = len(work.space.precisions) * len(work.space.compiles)
     targets = formats * len({Attention.named(name).on("verify") for name in work.space.attentions})
-    rounds = targets * len(work.space.batch_sizes) * (work.config.max_draft_length + 1)
+    drafts = len(work.space.precisions) * len({Attention.named(name).on("draft") for name in work.space.attentions})
+    lengths = targets * (work.config.max_draft_length + 1) + 2 * DRAFT_LENGTHS * drafts
+    rounds = len(work.space.batch_sizes) * lengths
     # a round of several tokens and rows takes about twice a plain step, or less
     return min(REPEATS, max(_MIN_REPEATS, int(_COST_SHARE * work.config.budget_s / (2 * rounds * plain_step_s))))
 
@@ -196,7 +198,7 @@ def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
     ) as step:
         for batch, precision, attention, how in cells:
             meter.round_s(precision, batch, attention.on("verify"), how)
-            meter.draft_step_s(precision, batch, attention.on("draft"))
+            meter.draft_s(precision, batch, attention.on("draft"))
             step.advance()
             if work.stop():
                 break

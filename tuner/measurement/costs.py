@@ -1,13 +1,14 @@
 """The cost table: what a round takes on this device, measured when first needed, by the loop that production runs.
 
-Costs step where a matrix kernel changes, so each number of verified tokens is measured, and nothing is interpolated.
+Costs step where a matrix kernel changes, so each number of verified tokens is measured. A draft's steps are alike, so only
+the first, the second and the longest round are measured, and the others lie between.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +30,41 @@ from lossyspec.verification import judge
 
 from .clock import Clock, default_clock, synchronise
 
+SCHEMA = "lossytune.costs/2"
+#: gave a draft one number a step
+_OLDER = "lossytune.costs/1"
 _WARM_UP = 2
 REPEATS = 7
 _JUDGE_REPEATS = 5
+_TOKENS_A_ROUND = 3
+#: lengths at which a model's drafting is measured
+DRAFT_LENGTHS = 3
 
 
-class _Scripted(StatelessDraft):
-    """A draft that proposes a given number of random tokens in each round: it makes the loop pay for any length."""
+class _Random(StatelessDraft):
+    """A draft of random tokens, as many as it is asked for: the loop pays for the length alone."""
 
-    def __init__(self, lengths: list[int], vocab_size: int, device: torch.device) -> None:
-        self.lengths = lengths
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self.round = 0
-
-    def start(self, prompts: list[list[int]], capacity: int) -> None:
-        self.round = 0
 
     def propose(self, request: Request) -> Proposal:
-        length = self.lengths[self.round]
-        self.round += 1
-        tokens = torch.randint(
-            self.vocab_size, (len(request.prefixes), length), generator=request.choices[0].generator, device=self.device
-        )
-        return Proposal(tokens, [length] * len(request.prefixes), None, 0)
+        rows, length = len(request.prefixes), max(request.limits)
+        generator = request.choices[0].generator
+        tokens = torch.randint(self.vocab_size, (rows, length), generator=generator, device=self.device)
+        return Proposal(tokens, list(request.limits), None, 0)
 
 
 @dataclass
 class CostTable:
     """Seconds by (format, batch), a format being a precision, maybe with sparse attention or a compiler: `round_s` of a pass
-    that verifies n tokens, host time included; `draft_step_s` of one step of a draft model; `lookup_s` of drafting d tokens
-    by n-gram; `judge_s` what a rule costs over `exact`; `compile_s` of compiling what a cell was the first to need."""
+    that verifies n tokens, host time included; `draft_s` what drafting d tokens by a model adds; `lookup_s` of drafting d
+    tokens by n-gram; `judge_s` what a rule costs over `exact`; `compile_s` of compiling what a cell was the first to
+    need."""
 
     context: int
     round_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    draft_step_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    draft_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     lookup_s: dict[int, list[float]] = field(default_factory=dict)
     judge_s: dict[tuple[str, int], float] = field(default_factory=dict)
     spread: dict[tuple[str, int], float] = field(default_factory=dict)  # median absolute deviation over the median
@@ -76,10 +77,10 @@ class CostTable:
             return {"/".join(map(str, key)) if isinstance(key, tuple) else str(key): value for key, value in table.items()}
 
         return {
-            "schema": "lossytune.costs/1",
+            "schema": SCHEMA,
             "context": self.context,
             "round_s": flat(self.round_s),
-            "draft_step_s": flat(self.draft_step_s),
+            "draft_s": flat(self.draft_s),
             "lookup_s": flat(self.lookup_s),
             "judge_s": flat(self.judge_s),
             "spread": flat(self.spread),
@@ -95,8 +96,8 @@ class CostTable:
         """Reads what `write` wrote. Raises ConfigurationError for another file."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["schema"] != "lossytune.costs/1":
-                raise ConfigurationError(f"{path}: schema is {data['schema']!r}; expected 'lossytune.costs/1'")
+            if data["schema"] not in (SCHEMA, _OLDER):
+                raise ConfigurationError(f"{path}: schema is {data['schema']!r}; expected {SCHEMA!r}")
 
             def pairs(name: str) -> dict[tuple[str, int], Any]:
                 return {(key.rpartition("/")[0], int(key.rpartition("/")[2])): value for key, value in data[name].items()}
@@ -104,7 +105,7 @@ class CostTable:
             return CostTable(
                 data["context"],
                 pairs("round_s"),
-                pairs("draft_step_s"),
+                pairs("draft_s") if data["schema"] == SCHEMA else {},  # measured anew when needed
                 {int(key): value for key, value in data["lookup_s"].items()},
                 pairs("judge_s"),
                 pairs("spread"),
@@ -152,45 +153,49 @@ class CostMeter:
             rows.append((prompt * (length // len(prompt) + 1))[:length])
         return rows
 
-    def _decode(self, target: Runner, draft: Draft, batch: int, rounds: int, settings: Settings) -> Stats:
-        """Runs the real loop for `rounds` rounds and returns what it counted."""
-        stats = Stats()
+    def _rounds_s(self, target: Runner, draft: Draft, batch: int, lengths: Sequence[int], settings: Settings) -> list[float]:
+        """Seconds of rounds of the real loop that draft lengths[0], lengths[1], .. tokens in each row. After random tokens
+        a row takes back what it wrote, so that the context stays as it is."""
+        rounds, times, steady = len(lengths), list[float](), isinstance(draft, _Random)
+        limit, context = MAX_DRAFT_LENGTH + 2 + (0 if steady else _TOKENS_A_ROUND * rounds), self.table.context
+        if target.position_limit is not None:  # near the end of the positions, the context gives way to the rounds
+            limit = min(limit, target.position_limit - 2)
+            context = min(context, target.position_limit - limit)
         generator = torch.Generator(device=target.device)
         generator.manual_seed(0)
-        limit, context = rounds * (MAX_DRAFT_LENGTH + 1) + MAX_DRAFT_LENGTH + 2, self.table.context
-        if target.position_limit is not None:  # near the end of the positions, the context gives way to the rounds
-            limit = max(rounds + rounds // 4 + 2, min(limit, target.position_limit - context))
-            context = min(context, target.position_limit - limit)
         job = Job(settings, self.sampling, Stopping(limit), generator)
-        for done, _ in enumerate(decode(target, draft, self._rows(batch, context), job, stats), start=1):
-            if done == rounds:
-                break
-        return stats
+        while len(times) < rounds:
+            stats = Stats()
+            first = replace(job, draft_length=lengths[len(times)])
+            for rows in decode(target, draft, self._rows(batch, context), first, stats):
+                done = len(times) + len(stats.round_times_s)
+                if done == rounds or any(row.finish_reason for row in rows):  # a good draft near the end of the positions
+                    break
+                for row in rows:
+                    row.job = replace(job, draft_length=lengths[done])
+                    del row.output[1 if steady else len(row.output) :]
+            times += stats.round_times_s
+        return times
 
     def round_s(
         self, precision: Precision, batch: int, attention: Attention | None = None, compiled: Compile = "off"
     ) -> list[float]:
-        """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch, after another such round, as in
-        decoding: what a CPU finds in its caches, and how fast its memory is, depend on what it did just before. All lengths
-        take turns, twice. attention, compiled: of the target."""
+        """Median seconds of a round that verifies 1, 2, .. tokens in each row of a batch, after several of its kind, as in
+        decoding: what a CPU finds in its caches, and how fast its memory is, depend on what it did before, over some rounds.
+        All lengths take turns, twice. attention, compiled: of the target."""
         sparse = attention or Attention()
         key = (format_of(precision, sparse, compiled), batch)
         if key not in self.table.round_s:
             target, _ = self.runners(precision)
             lengths = list(range(self.max_draft_length + 1))
-            turn = 1 + -(-self.repeats // 2)
             # up and down, so that a drift of the machine hits all alike
-            order = lengths * _WARM_UP + [length for length in lengths + lengths[::-1] for _ in range(turn)]
-            draft = _Scripted(order, target.vocab_size, target.device)
-            settings = self._settings(MAX_DRAFT_LENGTH, sparse, compiled)
+            order = lengths * _WARM_UP + self._turns(lengths + lengths[::-1])
+            settings = self._settings(sparse, compiled)
             before = target.compile_s if compiled != "off" else 0.0
-            stats = self._decode(target, draft, batch, len(order), settings)
+            times = self._rounds_s(target, _Random(target.vocab_size, target.device), batch, order, settings)
             if compiled != "off":  # within the warm-up
                 self.table.compile_s[key] = target.compile_s - before
-            kept = list(enumerate(zip(order, stats.round_times_s, strict=True)))[len(lengths) * _WARM_UP :]
-            samples = [
-                [seconds for place, (length, seconds) in kept if length == wanted == order[place - 1]] for wanted in lengths
-            ]
+            samples = self._settled(lengths + lengths[::-1], times[len(lengths) * _WARM_UP :], lengths)
             medians = [float(np.median(part)) for part in samples]
             self.table.round_s[key] = medians
             self.table.spread[key] = float(
@@ -203,24 +208,60 @@ class CostMeter:
             )
         return self.table.round_s[key]
 
-    def draft_step_s(self, precision: Precision, batch: int, attention: Attention | None = None) -> float:
-        """Median seconds of one step of the draft model; 0 when the draft is not a model. attention: the draft's."""
+    def draft_s(self, precision: Precision, batch: int, attention: Attention | None = None) -> list[float]:
+        """Median seconds that drafting 0, 1, .. tokens by the draft model adds to a round that verifies as many: its steps,
+        what the loop does for them, and what they cost the pass behind them, whose caches and memory they have used.
+        Rounds with the draft and rounds with as many random tokens take turns. Never negative; 0 when the draft is not a
+        model. attention: the draft's."""
         sparse = attention or Attention()
         key = (format_of(precision, sparse), batch)
-        if key not in self.table.draft_step_s:
+        if key not in self.table.draft_s:
             target, draft = self.runners(precision)
             if draft is None or isinstance(draft, NgramDraft):
-                return 0.0
-            times = []
-            for _ in range(3):
-                stats = self._decode(target, draft, batch, 6, self._settings(4, sparse))
-                times.append(stats.draft_s / max(stats.draft_steps, 1))
-            self.table.draft_step_s[key] = float(np.median(times))
-        return self.table.draft_step_s[key]
+                return [0.0] * (self.max_draft_length + 1)
+            lengths = sorted({1, min(2, self.max_draft_length), self.max_draft_length})  # DRAFT_LENGTHS of them
+            random = _Random(target.vocab_size, target.device)
+            samples: list[list[list[float]]] = [[[] for _ in lengths] for _ in range(2)]
+            rivals: list[tuple[Draft, Settings, list[list[float]]]] = [
+                (random, self._settings(Attention()), samples[0]),
+                (draft, self._settings(sparse), samples[1]),
+            ]
+            for way in (1, -1):  # there and back, so that a drift of the machine hits all alike
+                turns = lengths[::way]
+                order = turns[:1] * _WARM_UP + self._turns(turns)
+                for rival, settings, kept in rivals[::way]:
+                    times = self._rounds_s(target, rival, batch, order, settings)
+                    for part, new in zip(kept, self._settled(turns, times[_WARM_UP:], lengths), strict=True):
+                        part += new
+            without, drafted = (np.array([np.median(part) for part in kept]) for kept in samples)
+            added = np.maximum(drafted - without, 0.0)
+            every = np.interp(range(self.max_draft_length + 1), [0, *lengths], [0.0, *added])
+            self.table.draft_s[key] = [float(seconds) for seconds in every]
+        return self.table.draft_s[key]
 
-    def _settings(self, draft_length: int, attention: Attention, compiled: Compile = "off") -> Settings:
+    def _turns(self, lengths: Sequence[int]) -> list[int]:
+        """The lengths of rounds in which each of `lengths` has a turn, of which the first half is not counted."""
+        return [length for length in lengths for _ in range(2 * self._half)]
+
+    def _settled(self, turns: Sequence[int], times: Sequence[float], lengths: Sequence[int]) -> list[list[float]]:
+        """For each length the seconds of the second half of its turns."""
+        samples: dict[int, list[float]] = {length: [] for length in lengths}
+        for place, length in enumerate(turns):
+            end = 2 * self._half * (place + 1)
+            samples[length] += times[end - self._half : end]
+        return list(samples.values())
+
+    @property
+    def _half(self) -> int:
+        return -(-self.repeats // 2)
+
+    def _settings(self, attention: Attention, compiled: Compile = "off") -> Settings:
         return Settings(
-            rule="exact", draft_length=draft_length, attention=attention, compile=compiled, cuda_graphs=self.cuda_graphs
+            rule="exact",
+            draft_length=MAX_DRAFT_LENGTH,
+            attention=attention,
+            compile=compiled,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def lookup_s(self, batch: int) -> list[float]:
