@@ -8,6 +8,7 @@ from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .runner import Runner
 from .sampling import Choice, draw, laws, softmax_temperature, uniforms
@@ -41,10 +42,10 @@ class Request:
 
     @property
     def softmax_temperature(self) -> float | None:
-        """The temperature whose softmax is q for all rows, which draft to their limits; None: there is more to it."""
+        """The temperature whose softmax is q for all rows; None: there is more to it."""
         sampling, settings = self.choices[0].sampling, self.settings
         alike = all(choice.sampling == sampling for choice in self.choices)
-        if settings.theta > 0 or self.penalised or not alike:
+        if self.penalised or not alike:
             return None
         return softmax_temperature(sampling, settings.tau)
 
@@ -175,11 +176,13 @@ def draw_round(
 
     law(column, drafted) gives q of each row, (batch, V) or over `support`, after the columns drafted so far; each call is
     a step. live: the rows that draft at all. A row stops at its limit, and before a position of a confidence under theta.
+    Its numbers are drawn for all of its limit at once, so that what a round takes from a generator does not depend on q.
     """
     rows, width = len(request.prefixes), max(request.limits, default=0)
     greedy = [choice.greedy for choice in request.choices]
     drafted = torch.zeros(rows, width, dtype=torch.long, device=device)
     lengths, drawn_from, steps = [0] * rows, [], 0
+    numbers = None if request.greedy else round_numbers(request, live, device)
     for column in range(width):
         if not any(live):
             break
@@ -189,11 +192,11 @@ def draw_round(
         live = [live[row] and confident[row] and column < limit for row, limit in enumerate(request.limits)]
         if not any(live):
             break
-        if request.greedy:
+        if numbers is None:
             chosen = q.argmax(-1)
         else:
             # a row that processors left no token has no q: it drafts nothing here, and the target's turn says so
-            chosen = draw(q, numbers_of(request, live, column, device)).clamp_max(q.shape[-1] - 1)
+            chosen = draw(q, numbers[:, column]).clamp_max(q.shape[-1] - 1)
             if any(greedy):
                 chosen = torch.where(torch.tensor(greedy, device=device), q.argmax(-1), chosen)
         drafted[:, column] = chosen if support is None else support[chosen]
@@ -203,12 +206,14 @@ def draw_round(
     return Proposal(drafted[:, : len(drawn_from)], lengths, stacked, steps, None if stacked is None else support)
 
 
-def numbers_of(request: Request, live: list[bool], column: int, device: torch.device) -> Tensor:
-    """(rows,) the uniform numbers that draw the round's `column`-th token."""
+def round_numbers(request: Request, live: list[bool], device: torch.device) -> Tensor:
+    """(rows, most) the uniform numbers that the round's tokens are drawn by: for all of the limit of each live row."""
     if request.numbers is not None:
-        return request.numbers[:, column]
-    counts = [int(alive and not choice.greedy) for alive, choice in zip(live, request.choices, strict=True)]
-    return uniforms(request.choices, counts, device)[:, 0]
+        return request.numbers
+    rows = zip(live, request.limits, request.choices, strict=True)
+    counts = [limit if alive and not choice.greedy else 0 for alive, limit, choice in rows]
+    drawn = uniforms(request.choices, counts, device)
+    return pad(drawn, (0, max(request.limits) - drawn.shape[1]))  # greedy rows may draft further
 
 
 class ModelDraft:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafting import Proposal, Request, draw_round, numbers_of
+from .drafting import Proposal, Request, draw_round, round_numbers
 from .feature_head import FeatureHead
 from .fused import Dense
 from .kv_cache import RowCache
@@ -127,21 +127,17 @@ class FeatureDraft:
         return draw_round(request, law, live, self.device, None if request.penalised else self.support)
 
     def _chain(self, native: NativeHead, request: Request, temperature: float, live: list[bool]) -> Proposal:
-        """The same in one call of the compiled code, where each row drafts to its limit: as `draw_round`."""
-        steps, greedy = max(limit for on, limit in zip(live, request.limits, strict=True) if on), request.greedy
-        alive = [[on and column < limit for on, limit in zip(live, request.limits, strict=True)] for column in range(steps)]
-        numbers = None
-        if not greedy:
-            numbers = torch.stack([numbers_of(request, row, column, self.device) for column, row in enumerate(alive)], 1)
+        """The same in one call of the compiled code: as `draw_round`."""
+        greedy, limits = request.greedy, [limit if on else 0 for on, limit in zip(live, request.limits, strict=True)]
+        numbers = None if greedy else round_numbers(request, live, self.device)[:, : max(limits)]
         tokens, features, starts, last = self._unread(request.prefixes)
         self._cache.place(starts, tokens.shape[1], self.device)
-        drawn, laws = native.chain(tokens, features, starts, self._cache, last, temperature, numbers, steps)
-        lengths = [sum(column) for column in zip(*alive, strict=True)]
-        whole = (
-            (~laws[..., 0].isnan()).long().cumprod(-1).sum(-1)
-        )  # a law with NaN is NaN throughout: nothing is drawn from it
-        lengths = [min(pair) for pair in zip(lengths, whole.tolist(), strict=True)]
-        return Proposal(drawn, lengths, None if greedy else laws, steps, None if greedy else self.support)
+        theta = request.settings.theta
+        drawn, laws, lengths, steps = native.chain(
+            tokens, features, starts, self._cache, last, limits, temperature, theta, numbers
+        )
+        one_hot = greedy or not drawn.shape[1]
+        return Proposal(drawn, lengths, None if one_hot else laws, steps, None if one_hot else self.support)
 
     @torch.inference_mode()
     def along(self, prompt: list[int], output: list[int], features: Tensor | None, depths: int) -> list[Tensor]:

@@ -250,7 +250,8 @@ def test_a_packed_draft_head_steps_as_by_torchs_operations() -> None:
 @compiled
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_round_of_a_head_in_one_call_is_that_of_its_steps(temperature: float, own: bool) -> None:
+@pytest.mark.parametrize("theta", [0.0, 0.5, 0.9])
+def test_a_round_of_a_head_in_one_call_is_that_of_its_steps(temperature: float, own: bool, theta: float) -> None:
     model = lively_model("llama")
     drafts = [FeatureDraft(tiny_head(), copy.deepcopy(model), 90, packed=True) for _ in range(2)]
     native, prefixes = drafts[1]._native, [list(range(3, 12)), [4], [5, 6, 7]]
@@ -259,7 +260,7 @@ def test_a_round_of_a_head_in_one_call_is_that_of_its_steps(temperature: float, 
     choices = [[Choice(Sampling(temperature=temperature), made) for made in generators(3, own)] for _ in range(2)]
     for grown in (0, 3):  # a first round, and one that goes on from there
         texts = [[*prefix, *range(20, 20 + grown)] for prefix in prefixes]
-        settings, limits, found = Settings(draft_length=4, tau=0.8), [4, 2, 1], []
+        settings, limits, found = Settings(draft_length=4, tau=0.8, theta=theta), [4, 2, 1], []
         for draft, chosen in zip(drafts, choices, strict=True):
             if not grown:
                 draft.start(texts, 40)
@@ -274,7 +275,8 @@ def test_a_round_of_a_head_in_one_call_is_that_of_its_steps(temperature: float, 
                 assert chain.call_count == 1
         mine, theirs = found
         assert (mine.lengths, mine.steps) == (theirs.lengths, theirs.steps)
-        assert (mine.q is None) == (theirs.q is None) == (temperature == 0)
+        assert mine.tokens.shape == theirs.tokens.shape
+        assert (mine.q is None) == (theirs.q is None) == (temperature == 0 or not any(mine.lengths))
         for row, length in enumerate(mine.lengths):  # a prompt of one token has nothing to draft from
             assert torch.equal(mine.tokens[row, :length], theirs.tokens[row, :length])
             if mine.q is not None and theirs.q is not None:

@@ -158,7 +158,7 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     code.lossyspec_product.argtypes = (ctypes.POINTER(Matrix), address, number, address, number)
     code.lossyspec_pass.argtypes = (ctypes.POINTER(Stack), ctypes.POINTER(Pass), address)
     code.lossyspec_chain.argtypes = (
-        *code.lossyspec_pass.argtypes, number, ctypes.c_float, *[address] * 6
+        *code.lossyspec_pass.argtypes, address, number, ctypes.c_float, ctypes.c_float, *[address] * 7
     )  # fmt: skip
     code.lossyspec_softmax.argtypes = (address, number, number, ctypes.c_float, address, number)
     code.lossyspec_largest.argtypes = (address, number, number, address)

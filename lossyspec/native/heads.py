@@ -77,24 +77,32 @@ class NativeHead(NativeLayers):
         starts: Sequence[int],
         cache: RowCache,
         picks: Sequence[int],
+        limits: Sequence[int],
         temperature: float,
+        theta: float,
         numbers: Tensor | None,
-        steps: int,
-    ) -> tuple[Tensor, Tensor]:
-        """A whole round of `steps` tokens for each row, the first of them after what `step` reads. numbers: (batch, steps)
-        that they are drawn by; None: the most likely ones. Returns their ids (batch, steps), and the laws (batch, steps, S)
-        that they are from. Raises ValueError where the cache has not the slots."""
+    ) -> tuple[Tensor, Tensor, list[int], int]:
+        """A whole round of at most limits[i] tokens for row i, the first after what `step` reads; a row stops before a
+        law with NaN, or no chance of theta. numbers: (batch, n) that they are drawn by; None: the most likely ones. Returns their ids
+        (batch, n), the laws (batch, n, S) that they are from, how many count in each row, and the steps that were taken.
+        Raises ValueError where the cache has not the slots."""
+        steps = max(limits)
         if (end := max(start + pick for start, pick in zip(starts, picks, strict=True)) + steps) > cache.capacity:
             raise ValueError(f"cache of {cache.capacity} slots is too small for {end}")
         what, x, logits = self._read(tokens, features, starts, cache, picks)
         rows, (cosines, sines) = len(starts), self._angles_to(self.kinds[0], cache.capacity)
         laws, drawn = logits.new_empty(rows, steps, self._outputs), torch.empty(rows, steps, dtype=torch.long)
+        most, lengths = (ctypes.c_int64 * rows)(*limits), (ctypes.c_int64 * (rows + 1))()
         numbers = None if numbers is None else numbers.double().contiguous()
         given = None if numbers is None else numbers.data_ptr()
         after = [part.data_ptr() for part in (self._support, cosines, sines, laws, drawn)]
         shape, begin = ctypes.byref(self._shape), ctypes.byref(what)
-        checked(self._code.lossyspec_chain(shape, begin, x.data_ptr(), steps, temperature, given, *after))
-        return drawn, laws
+        checked(
+            self._code.lossyspec_chain(shape, begin, x.data_ptr(), most, steps, temperature, theta, given, *after, lengths)
+        )
+        *counts, taken = lengths
+        width = max(counts)
+        return drawn[:, :width], laws[:, :width], counts, taken
 
     def _read(
         self, tokens: Tensor, features: Tensor, starts: Sequence[int], cache: RowCache, picks: Sequence[int]

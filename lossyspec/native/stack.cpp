@@ -345,17 +345,22 @@ int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
     return 0;
 }
 
-// What a draft head draws from it, `steps` tokens for each row: the pass reads the entries with true features, then one entry
-// a step goes on from the head's own feature, one slot further. Of each step: `laws` (rows, steps, outputs) are softmax(logits /
-// temperature); the token is drawn by `numbers` (rows, steps), or is the most likely one where there are none; `tokens` (rows,
-// steps) are its ids, by `support`. cosines, sines: of all positions. Returns 0, or 1 for want of memory.
-int lossyspec_chain(const Stack* stack, const Pass* first, float* x, int64_t steps, float temperature, const double* numbers,
-                    const int64_t* support, const float* cosines, const float* sines, float* laws, int64_t* tokens) {
+// What a draft head draws from it, at most `limits[row]` tokens for each row, `steps` the largest of them: the pass reads the
+// entries with true features, then one entry a step goes on from the head's own feature, one slot further. Of each step: `laws`
+// (rows, steps, outputs) are softmax(logits / temperature); the token is drawn by `numbers` (rows, steps), or is the most likely
+// one where there are none; `tokens` (rows, steps) are its ids, by `support`. A row stops before a law whose largest chance is
+// under theta, or that is NaN: `lengths` (rows + 1) are the tokens that count, and last the steps that were taken. cosines,
+// sines: of all positions. Returns 0, or 1 for want of memory.
+int lossyspec_chain(const Stack* stack, const Pass* first, float* x, const int64_t* limits, int64_t steps, float temperature,
+                    float theta, const double* numbers, const int64_t* support, const float* cosines, const float* sines,
+                    float* laws, int64_t* tokens, int64_t* lengths) {
     const int64_t rows = first->rows, width = stack->entry.inputs / 2, outputs = stack->exit.outputs, size = stack->size;
     std::vector<float> features(rows * width), states(rows * width), turns(2 * rows * size);
     std::vector<int64_t> starts(rows), last(rows), none(rows);
     std::vector<const float*> cosine(stack->count, turns.data()), sine(stack->count, turns.data() + rows * size);
-    for (int64_t step = 0; step < steps; step++) {
+    std::fill(lengths, lengths + rows, 0);
+    bool live = true;
+    for (int64_t step = 0; step < steps && live; step++) {
         Pass pass = *first;
         const float* made = x;
         if (step) {
@@ -369,17 +374,21 @@ int lossyspec_chain(const Stack* stack, const Pass* first, float* x, int64_t ste
             made = states.data();
         }
         if (lossyspec_pass(stack, &pass, const_cast<float*>(made))) return 1;
+        live = false;
         for (int64_t row = 0; row < rows; row++) {
             const int64_t count = step ? 1 : first->count, pick = step ? 0 : first->picks[row];
             std::memcpy(features.data() + row * width, made + (row * count + pick) * width, 4 * width);
             float* law = laws + (row * steps + step) * outputs;
             const float* logits = first->logits + row * outputs;
             lossyspec_softmax(logits, 1, outputs, temperature, law, 1);
-            int64_t chosen = 0;
+            int64_t likely = 0, chosen;
+            for (int64_t i = 1; i < outputs; i++) likely = law[i] > law[likely] ? i : likely;
             if (numbers) lossyspec_draw(law, 1, outputs, numbers + row * steps + step, &chosen);
-            else for (int64_t i = 1; i < outputs; i++) chosen = law[i] > law[chosen] ? i : chosen;
+            else chosen = likely;
+            if (lengths[row] == step && step < limits[row] && law[likely] >= theta) lengths[row]++, live = true;
             last[row] = tokens[row * steps + step] = support[chosen < outputs ? chosen : outputs - 1];
         }
+        lengths[rows] = step + 1;
     }
     return 0;
 }
