@@ -200,6 +200,45 @@ def test_passes_are_those_of_torchs_operations(architecture: str, precision: str
         starts = [start + max(0, count - back) for start, back in zip(starts, rejected, strict=True)]
 
 
+def attended(keys: Tensor, values: Tensor, states: Tensor, starts: list[int], window: int, threads: int = 2) -> Tensor:
+    """(rows, count, heads, size) by the compiled code, of keys and values (rows, kv_heads, slots, size)."""
+    code, y, where = build.library(), torch.full_like(states, float("nan")), torch.tensor(starts)
+    assert code is not None
+    sizes = [*states.shape[:3], keys.shape[1], keys.shape[3], keys.shape[2], window, keys.dtype == torch.bfloat16, threads]
+    given = [part.data_ptr() for part in (keys, values, states, where)]
+    assert code.lossyspec_attend(*given, *sizes, y.data_ptr()) == 0
+    return y
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 1, 70])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 128), (6, 2, 20), (2, 1, 8), (3, 3, 96)])
+def test_attention_is_that_of_exact_sums_and_the_same_to_the_bit_in_any_company(
+    heads: int, kv_heads: int, size: int, window: int, dtype: torch.dtype
+) -> None:
+    generator, starts, slots = torch.Generator().manual_seed(0), [300, 0, 63, 64, 117, 128] * 3, 330
+    for count in (1, 3, 11):
+        shape = (len(starts), kv_heads, slots, size)
+        keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        states = torch.randn(len(starts), count, heads, size, generator=generator) * 0.5
+        for row, start in enumerate(starts):  # what was never written is not read
+            keys[row, :, start + count :], values[row, :, start + count :] = float("nan"), float("nan")
+        found = attended(keys, values, states, starts, window)
+        for row, start in enumerate(starts[:6]):
+            alone = attended(keys[row : row + 1], values[row : row + 1], states[row : row + 1], [start], window)
+            assert torch.equal(found[row], alone[0])
+            for column in range(count):
+                last = start + column + 1
+                seen = slice(max(0, last - window) if window else 0, last)
+                k, v = (part[row, :, seen].double().repeat_interleave(heads // kv_heads, 0) for part in (keys, values))
+                weights = (k @ states[row, column, :, :, None].double()).softmax(1)
+                torch.testing.assert_close(found[row, column].double(), (weights * v).sum(1), rtol=1e-4, atol=1e-5)
+                one = states[row : row + 1, column : column + 1].contiguous()
+                itself = attended(keys[row : row + 1], values[row : row + 1], one, [start + column], window, threads=1)
+                assert torch.equal(found[row, column], itself[0, 0])
+
+
 @compiled
 def test_a_token_of_a_pass_is_the_same_to_the_bit_whatever_it_verifies_beside_it() -> None:
     runner, _ = pair("qwen3", "int4")

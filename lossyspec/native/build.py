@@ -24,7 +24,7 @@ logger = logging.getLogger("lossytune")
 SWITCH = "LOSSYTUNE_NATIVE"
 _COMPILER = "g++"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-_SOURCES = ("stack.cpp", "products.h", "by_vectors.h", "tiles.h", "laws.h", "vectors.h")
+_SOURCES = ("stack.cpp", "attention.h", "products.h", "by_vectors.h", "tiles.h", "laws.h", "vectors.h")
 _TILES = {"amx_tile", "amx_int8", "amx_bf16"}
 _NO_TILES = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 _LIMIT_S = 120
@@ -156,6 +156,7 @@ def _openmp() -> list[str]:
 def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
     address, number = ctypes.c_void_p, ctypes.c_int64
     code.lossyspec_product.argtypes = (ctypes.POINTER(Matrix), address, number, address, number)
+    code.lossyspec_attend.argtypes = (*[address] * 4, *[number] * 9, address)
     code.lossyspec_pass.argtypes = (ctypes.POINTER(Stack), ctypes.POINTER(Pass), address)
     code.lossyspec_chain.argtypes = (
         *code.lossyspec_pass.argtypes, address, number, ctypes.c_float, ctypes.c_float, *[address] * 7

@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <omp.h>
 
+#include "attention.h"
 #include "laws.h"
 #include "products.h"
 
@@ -71,98 +72,9 @@ void turn(float* x, const float* weight, const Stack& stack, const float* cosine
     }
 }
 
-// One head of up to ROWS tokens over the slots of one row that each may see. Slots are taken by 16 from a multiple of 16 on,
-// so that a token's sums do not depend on the others. scores: (ROWS, at least the slots in 16s).
-// SIZE: of a head, or 0 where the compiler does not know it.
-template <int SIZE, typename Number>
-void attend(const float* const* q, int64_t tokens, const Number* keys, const Number* values, int64_t any_size,
-            int64_t first_slot, int64_t window, float* scores, int64_t stride, float* const* y) {
-    const int64_t size = SIZE ? SIZE : any_size;
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int64_t end = first_slot + tokens;
-    int64_t firsts[ROWS] = {};
-    for (int64_t n = 0; n < tokens; n++) firsts[n] = window && first_slot + n + 1 > window ? first_slot + n + 1 - window : 0;
-    const int64_t begin = firsts[0] / LANES * LANES;
-    Floats most[ROWS];
-    for (int64_t n = 0; n < tokens; n++) most[n] = all(-INFINITY);
-    for (int64_t slot = begin; slot < end; slot += LANES) {
-        const Number* from = keys + slot * size;
-        const int64_t some = end - slot < LANES ? end - slot : LANES;
-        for (int64_t n = 0; n < tokens; n++) {
-            Floats sums[LANES] = {};
-            int64_t i = 0;
-            for (; i + LANES <= size; i += LANES) {
-                const Floats part = load(q[n] + i);
-                if (some == LANES)
-                    for (int j = 0; j < LANES; j++) sums[j] += part * load(from + j * size + i);
-                else
-                    for (int64_t j = 0; j < some; j++) sums[j] += part * load(from + j * size + i);
-            }
-            Floats score = totals(sums);
-            for (; i < size; i++)
-                for (int64_t j = 0; j < some; j++) score[j] += q[n][i] * number(from[j * size + i]);
-            const Ints place = lanes + (int32_t)slot;
-            score = (place < (int32_t)firsts[n]) | (place > (int32_t)(first_slot + n)) ? all(-INFINITY) : score;
-            store(scores + n * stride + slot - begin, score);
-            most[n] = score > most[n] ? score : most[n];
-        }
-    }
-    float units[ROWS];
-    for (int64_t n = 0; n < tokens; n++) {
-        const float highest = largest(most[n]);
-        Floats sum = {};
-        for (float* at = scores + n * stride; at < scores + n * stride + end - begin; at += LANES) {
-            const Floats score = load(at), weight = exponential_or_0(score - highest);
-            store(at, weight);
-            sum += weight;
-        }
-        units[n] = 1.0f / total(sum);
-    }
-    int64_t i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES) {
-        Floats sums[ROWS][4] = {};
-        for (int64_t slot = begin; slot < end; slot += LANES)
-            for (int64_t n = 0; n < tokens; n++) {
-                const float* weights = scores + n * stride - begin;
-                const int64_t last = slot + LANES < first_slot + n + 1 ? slot + LANES : first_slot + n + 1;
-                Floats even[4], odd[4] = {};  // two chains, since one product waits for the last of its chain
-                for (int j = 0; j < 4; j++) even[j] = sums[n][j];
-                int64_t at = slot > firsts[n] ? slot : firsts[n];
-                if (at % 2 && at < last) {
-                    for (int j = 0; j < 4; j++) odd[j] = weights[at] * load(values + at * size + i + j * LANES);
-                    at++;
-                }
-                for (; at + 2 <= last; at += 2)
-                    for (int j = 0; j < 4; j++) {
-                        even[j] += weights[at] * load(values + at * size + i + j * LANES);
-                        odd[j] += weights[at + 1] * load(values + (at + 1) * size + i + j * LANES);
-                    }
-                if (at < last)
-                    for (int j = 0; j < 4; j++) even[j] += weights[at] * load(values + at * size + i + j * LANES);
-                for (int j = 0; j < 4; j++) sums[n][j] = even[j] + odd[j];
-            }
-        for (int64_t n = 0; n < tokens; n++)
-            for (int j = 0; j < 4; j++) store(y[n] + i + j * LANES, sums[n][j] * units[n]);
-    }
-    for (; i < size; i++)
-        for (int64_t n = 0; n < tokens; n++) {
-            float one = 0.0f;
-            for (int64_t slot = firsts[n]; slot <= first_slot + n; slot++)
-                one += scores[n * stride + slot - begin] * number(values[slot * size + i]);
-            y[n][i] = one * units[n];
-        }
-}
-
 Floats activated(Floats x, Floats up, int64_t kind) {
     const Floats inner = kind == 1 ? (x + x * x * x * 0.044715f) * 1.5957691216057308f : x;  // twice tanh's argument
     return x / (1.0f + exponential(-inner)) * up;
-}
-
-template <typename Number, typename... Rest>
-void attend_sized(const float* const* q, int64_t tokens, const Number* keys, const Number* values, int64_t size, Rest... rest) {
-    if (size == 64) attend<64>(q, tokens, keys, values, size, rest...);
-    else if (size == 128) attend<128>(q, tokens, keys, values, size, rest...);
-    else attend<0>(q, tokens, keys, values, size, rest...);
 }
 
 void activate(const float* gate_up, int64_t middle, int64_t kind, float* y) {
@@ -212,29 +124,45 @@ int lossyspec_product(const Matrix* matrix, const float* x, int64_t rows, float*
     return 0;
 }
 
+// Attention alone: y (rows, count, heads, size) of states (rows, count, heads, size), scaled. keys, values: (rows, kv_heads, slots,
+// size) in fp32, or bf16 where `half`. Returns 0, or 1 for want of memory.
+int lossyspec_attend(const void* keys, const void* values, const float* states, const int64_t* starts, int64_t rows,
+                     int64_t count, int64_t heads, int64_t kv_heads, int64_t size, int64_t slots, int64_t window, int64_t half,
+                     int64_t threads, float* y) {
+    static thread_local Memory memory;
+    const Attention attention{rows, count, heads, kv_heads, size, threads, starts, half != 0};
+    float* shared = (float*)memory.get(4 * (attention.shared_room() + threads * attention.own_room()));
+    if (!shared) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<Query> asked(attention.queries);
+        float* own = shared + attention.shared_room() + omp_get_thread_num() * attention.own_room();
+        attention.layer(keys, values, slots, window, states, heads * size, shared, own, asked.data(), y);
+    }
+    return 0;
+}
+
 // The stream x (tokens, hidden) through all layers; x is the final normed states then. Returns 0, or 1 for want of memory.
 int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
     static thread_local Memory memory;
     const int64_t tokens = pass->rows * pass->count, hidden = stack->hidden, size = stack->size, middle = stack->middle;
     const int64_t heads = stack->heads, kv_heads = stack->kv_heads, wide = (heads + 2 * kv_heads) * size;
-    const int64_t attended_width = heads * size, group = heads / kv_heads, pieces = (pass->count + ROWS - 1) / ROWS;
-    int64_t longest = 0;
-    for (int64_t row = 0; row < pass->rows; row++)
-        longest = pass->starts[row] > longest ? pass->starts[row] : longest;
-    const int64_t stride = (longest + pass->count + 2 * LANES) / LANES * LANES;
+    const int64_t attended_width = heads * size;
+    const Attention attention{pass->rows, pass->count, heads, kv_heads, size, pass->threads, pass->starts, pass->half != 0};
     int64_t broadest = stack->entry.inputs;
     for (int64_t width : {middle, hidden, attended_width}) broadest = width > broadest ? width : broadest;
     const int64_t a_numbers = tokens * (2 * middle > wide ? 2 * middle : wide), b_numbers = tokens * broadest;
-    const int64_t per_thread = ROWS * stride + broadest + 2 * LANES;
+    const int64_t parts_numbers = attention.shared_room(), per_thread = attention.own_room() + broadest + 2 * LANES;
     const size_t digit_bytes = (Digits::bytes(tokens, broadest) + 63) / 64 * 64;
-    uint8_t* place = memory.get(digit_bytes + 4 * (a_numbers + b_numbers + pass->threads * per_thread) + 256);
+    uint8_t* place = memory.get(digit_bytes + 4 * (a_numbers + b_numbers + parts_numbers + pass->threads * per_thread) + 256);
     if (!place) return 1;
-    float *a = (float*)(place + digit_bytes), *b = a + a_numbers, *scratch = b + b_numbers;
+    float *a = (float*)(place + digit_bytes), *b = a + a_numbers, *parts = b + b_numbers, *scratch = parts + parts_numbers;
 #pragma omp parallel num_threads(pass->threads)
     {
         const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
         Tiles tiles;
-        float *scores = scratch + thread * per_thread, *line = scores + ROWS * stride;
+        float *own = scratch + thread * per_thread, *line = own + attention.own_room();
+        std::vector<Query> asked(attention.queries);
         if (stack->table) {
             const int64_t width = stack->entry.inputs / 2;
             Digits joined(place, tokens, 2 * width);
@@ -280,27 +208,8 @@ int lossyspec_pass(const Stack* stack, const Pass* pass, float* x) {
                 if (!pass->half) std::memcpy((float*)kept + at, states, 4 * size);
                 else for (int64_t i = 0; i < size; i++) ((uint16_t*)kept)[at + i] = narrowed(states[i]);
             }
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t task = 0; task < pass->rows * pieces * heads; task++) {
-                const int64_t row = task / (pieces * heads), head = task % heads, first = task / heads % pieces * ROWS;
-                const int64_t some = pass->count - first < ROWS ? pass->count - first : ROWS;
-                const int64_t at = (row * kv_heads + head / group) * pass->slots[index] * size;
-                const float* q[ROWS];
-                float* y[ROWS];
-                for (int64_t n = 0; n < some; n++) {
-                    const int64_t token = row * pass->count + first + n;
-                    q[n] = a + token * wide + head * size;
-                    y[n] = b + token * attended_width + head * size;
-                }
-                const void *keys = pass->keys[index], *values = pass->values[index];
-                const int64_t begin = pass->starts[row] + first;
-                if (pass->half)
-                    attend_sized(q, some, (const uint16_t*)keys + at, (const uint16_t*)values + at, size, begin, layer.window,
-                           scores, stride, y);
-                else
-                    attend_sized(q, some, (const float*)keys + at, (const float*)values + at, size, begin, layer.window, scores,
-                           stride, y);
-            }
+            attention.layer(pass->keys[index], pass->values[index], pass->slots[index], layer.window, a, wide, parts, own,
+                            asked.data(), b);
 #pragma omp for schedule(static)
             for (int64_t token = 0; token < tokens; token++)
                 attended.set(token, b + token * attended_width, layer.out.bits);

@@ -30,7 +30,22 @@ typedef uint16_t LooseHalves __attribute__((vector_size(32), aligned(1), may_ali
 
 inline Floats load(const float* from) { return *(const LooseFloats*)from; }
 inline void store(float* to, Floats value) { *(LooseFloats*)to = value; }
+// The compiler lays a number into lanes that the CPU has not by storing it lane by lane.
+#if defined(__AVX512F__)
 inline Floats all(float value) { return value - Floats{}; }
+inline Ints all(int32_t value) { return value - Ints{}; }
+#else
+inline Floats all(float value) {
+    const __m256 half = _mm256_set1_ps(value);
+    union { __m256 half[2]; Floats whole; } both{{half, half}};
+    return both.whole;
+}
+inline Ints all(int32_t value) {
+    const __m256i half = _mm256_set1_epi32(value);
+    union { __m256i half[2]; Ints whole; } both{{half, half}};
+    return both.whole;
+}
+#endif
 
 inline Floats load_bf16(const void* from) {
     Halves halves = *(const LooseHalves*)from;
@@ -81,18 +96,23 @@ inline float total(Floats values) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// No NaN among them.
 inline float largest(Floats values) {
-    float result = values[0];
-    for (int lane = 1; lane < LANES; lane++) result = values[lane] > result ? values[lane] : result;
-    return result;
+    union { Floats whole; Eight half[2]; } sixteen{values};
+    union { Eight whole; Quarter half[2]; } eight{sixteen.half[0] > sixteen.half[1] ? sixteen.half[0] : sixteen.half[1]};
+    const Quarter four = eight.half[0] > eight.half[1] ? eight.half[0] : eight.half[1];
+    const float a = four[0] > four[2] ? four[0] : four[2], b = four[1] > four[3] ? four[1] : four[3];
+    return a > b ? a : b;
 }
 
 // Sums of the lanes of 16 vectors, each as any other of them: pairs of vectors are laid into one, four times.
-inline Floats totals(Floats* values) {
+inline Floats totals(const Floats* from) {
+#if defined(__AVX512F__)
+    Floats values[LANES / 2];
     const auto pick = [](Floats a, Floats b, Ints which) { return __builtin_shuffle(a, b, which); };
     const Ints low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}, high = low + 2;
     for (int i = 0; i < 8; i++) {
-        const Floats a = values[2 * i], b = values[2 * i + 1];
+        const Floats a = from[2 * i], b = from[2 * i + 1];
         values[i] = pick(a, b, low) + pick(a, b, high);
     }
     const Ints lows = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, highs = lows + 2;
@@ -107,6 +127,21 @@ inline Floats totals(Floats* values) {
         values[i] = pick(a, b, even) + pick(a, b, odd);
     }
     return pick(values[0], values[1], even) + pick(values[0], values[1], odd);
+#else
+    union { Floats whole; __m256 half[2]; } result;
+    for (int half = 0; half < 2; half++) {
+        __m256 eight[8];
+        for (int i = 0; i < 8; i++) {
+            union { Floats whole; __m256 half[2]; } one{from[8 * half + i]};
+            eight[i] = _mm256_add_ps(one.half[0], one.half[1]);
+        }
+        for (int left = 8; left > 2; left /= 2)
+            for (int i = 0; i < left / 2; i++) eight[i] = _mm256_hadd_ps(eight[2 * i], eight[2 * i + 1]);
+        result.half[half] = _mm256_add_ps(_mm256_permute2f128_ps(eight[0], eight[1], 0x20),
+                                          _mm256_permute2f128_ps(eight[0], eight[1], 0x31));
+    }
+    return result.whole;
+#endif
 }
 
 // Adds to each lane its four products of unsigned and signed bytes. Where two products are added in 16 bits, 7 bits of one

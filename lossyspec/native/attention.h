@@ -1,0 +1,242 @@
+// Attention of a few tokens over a row's cache, by chunks of slots: a chunk is read once for all heads that share its keys,
+// and folded into what the chunks before it gave, in their order. So a token's numbers depend neither on the tokens beside
+// it nor on who takes which chunk.
+#pragma once
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t CHUNK = 64;  // slots; keys and values of a head of 64 fill half of a core's nearest cache
+
+// Queries of one head of keys: where each lies, and the slots [first, end) that it sees.
+struct Query {
+    const float* states;
+    int64_t first, end;
+};
+
+// What a query has of a chunk, or of all until there: the sum of weighted values (size), then the largest score, and the sum of
+// weights relative to it.
+inline int64_t part_numbers(int64_t size) { return size + 2; }
+
+inline int64_t rounded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+// Numbers that `attend_chunk` needs beside its results.
+inline int64_t chunk_scratch(int64_t queries, int64_t size) { return queries * CHUNK + 2 * CHUNK * rounded(size); }
+
+inline void read_slots(const float* from, int64_t count, float* to) { std::memcpy(to, from, 4 * count); }
+inline void read_slots(const uint16_t* from, int64_t count, float* to) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load_bf16(from + i));
+    for (; i < count; i++) to[i] = widened(from[i]);
+}
+
+// Scores of one query over 16 slots.
+template <int SIZE>
+inline Floats scores_of(const float* q, const float* keys, int64_t size) {
+    Floats sums[LANES];
+    const int64_t whole = size / LANES * LANES;
+    if (SIZE) {
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) {
+            Floats sum = load(q) * load(keys + j * SIZE);
+#pragma GCC unroll 8
+            for (int i = LANES; i < SIZE; i += LANES) sum += load(q + i) * load(keys + j * SIZE + i);
+            sums[j] = sum;
+        }
+        return totals(sums);
+    }
+    for (int j = 0; j < LANES; j++) {
+        sums[j] = Floats{};
+        for (int64_t i = 0; i < whole; i += LANES) sums[j] += load(q + i) * load(keys + j * size + i);
+    }
+    Floats score = totals(sums);
+    for (int64_t i = whole; i < size; i++)
+        for (int j = 0; j < LANES; j++) score[j] += q[i] * keys[j * size + i];
+    return score;
+}
+
+// y (size) = the sum of weights[slot] times values (slots, size) over slots [from, to). Two chains, since one product waits
+// for the last of its chain.
+template <int SIZE>
+inline void weighted_sum(const float* weights, const float* values, int64_t size, int64_t from, int64_t to, float* y) {
+    constexpr int WIDE = 4;
+    int64_t i = 0;
+    for (; i + WIDE * LANES <= size; i += WIDE * LANES) {
+        Floats even[WIDE] = {}, odd[WIDE] = {};
+        int64_t slot = from;
+        if (slot % 2 && slot < to) {
+            for (int j = 0; j < WIDE; j++) odd[j] += all(weights[slot]) * load(values + slot * size + i + j * LANES);
+            slot++;
+        }
+        for (; slot + 2 <= to; slot += 2)
+            for (int j = 0; j < WIDE; j++) {
+                even[j] += all(weights[slot]) * load(values + slot * size + i + j * LANES);
+                odd[j] += all(weights[slot + 1]) * load(values + (slot + 1) * size + i + j * LANES);
+            }
+        if (slot < to)
+            for (int j = 0; j < WIDE; j++) even[j] += all(weights[slot]) * load(values + slot * size + i + j * LANES);
+        for (int j = 0; j < WIDE; j++) store(y + i + j * LANES, even[j] + odd[j]);
+    }
+    if (SIZE && SIZE % (WIDE * LANES) == 0) return;
+    for (; i < size; i++) {
+        float one = 0.0f;
+        for (int64_t slot = from; slot < to; slot++) one += weights[slot] * values[slot * size + i];
+        y[i] = one;
+    }
+}
+
+// Each query's part of the slots [begin, end) of one chunk. keys, values: (slots, size) from slot 0 of the row on. SIZE: of a
+// head, or 0 where the compiler does not know it.
+template <int SIZE, typename Number>
+void attend_chunk(const Query* queries, int64_t count, const Number* keys, const Number* values, int64_t any_size, int64_t begin,
+                  int64_t end, float* scratch, float* parts) {
+    const int64_t size = SIZE ? SIZE : any_size, slots = end - begin;
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float *scores = scratch, *k = scores + count * CHUNK, *v = k + CHUNK * rounded(size);
+    const float *these_keys = k, *these_values = v;
+    if (sizeof(Number) == sizeof(float) && slots == CHUNK) {
+        these_keys = (const float*)(keys + begin * size), these_values = (const float*)(values + begin * size);
+    } else {
+        read_slots(keys + begin * size, slots * size, k);
+        read_slots(values + begin * size, slots * size, v);
+        std::memset(k + slots * size, 0, 4 * (rounded(slots) - slots) * size);
+    }
+    for (int64_t n = 0; n < count; n++) {
+        const Query& query = queries[n];
+        float *part = parts + n * part_numbers(size), *weights = scores + n * CHUNK;
+        const int64_t first = query.first > begin ? query.first - begin : 0;
+        const int64_t last = query.end < end ? query.end - begin : slots;
+        if (first >= last) {
+            std::memset(part, 0, 4 * size);
+            part[size] = -INFINITY, part[size + 1] = 0.0f;
+            continue;
+        }
+        Floats most = all(-INFINITY);
+        for (int64_t slot = first / LANES * LANES; slot < last; slot += LANES) {
+            Floats score = scores_of<SIZE>(query.states, these_keys + slot * size, size);
+            const Ints place = lanes + all((int32_t)slot);
+            score = (place < all((int32_t)first)) | (place >= all((int32_t)last)) ? all(-INFINITY) : score;
+            store(weights + slot, score);
+            most = score > most ? score : most;
+        }
+        const float top = largest(most);
+        Floats sum = {};
+        for (int64_t slot = first / LANES * LANES; slot < last; slot += LANES) {
+            const Floats weight = exponential_or_0(load(weights + slot) - all(top));
+            store(weights + slot, weight);
+            sum += weight;
+        }
+        part[size] = top, part[size + 1] = total(sum);
+        weighted_sum<SIZE>(weights, these_values, size, first, last, part);
+    }
+}
+
+// Takes the next chunk's part into what was seen until there.
+inline void fold(float* seen, const float* part, int64_t size) {
+    float &top = seen[size], &sum = seen[size + 1];
+    const float other_top = part[size], other_sum = part[size + 1];
+    if (other_sum == 0.0f) return;
+    const bool higher = other_top > top;
+    const float old = higher ? std::exp(top - other_top) : 1.0f, young = higher ? 1.0f : std::exp(other_top - top);
+    sum = sum * old + other_sum * young;
+    top = higher ? other_top : top;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(seen + i, load(seen + i) * all(old) + load(part + i) * all(young));
+    for (; i < size; i++) seen[i] = seen[i] * old + part[i] * young;
+}
+
+// y (size) of all that was seen.
+inline void finish(const float* seen, int64_t size, float* y) {
+    const float unit = 1.0f / seen[size + 1];
+    for (int64_t i = 0; i < size; i++) y[i] = seen[i] * unit;
+}
+
+template <typename Number>
+void attend_sized(const Query* queries, int64_t count, const void* keys, const void* values, int64_t at, int64_t size,
+                  int64_t begin, int64_t end, float* scratch, float* parts) {
+    const Number *k = (const Number*)keys + at, *v = (const Number*)values + at;
+    if (size == 64) attend_chunk<64>(queries, count, k, v, size, begin, end, scratch, parts);
+    else if (size == 128) attend_chunk<128>(queries, count, k, v, size, begin, end, scratch, parts);
+    else attend_chunk<0>(queries, count, k, v, size, begin, end, scratch, parts);
+}
+
+// The attention of one pass: `rows` of `count` tokens from slots starts[row] on. A task is a head of keys and up to ROWS tokens
+// of a row; where there are few of them, as in decoding, each of its chunks is a task of its own.
+struct Attention {
+    const int64_t rows, count, heads, kv_heads, size, threads;
+    const int64_t* const starts;
+    const bool half;  // whether keys and values are bf16
+    const int64_t group = heads / kv_heads, pieces = (count + ROWS - 1) / ROWS, tasks = rows * pieces * kv_heads;
+    const int64_t queries = (count < ROWS ? count : ROWS) * group, numbers = part_numbers(size);
+    const int64_t chunks = most_chunks();
+    const bool spread = chunks > 1 && tasks < 4 * threads;
+
+    int64_t most_chunks() const {
+        int64_t longest = 0;
+        for (int64_t row = 0; row < rows; row++) longest = starts[row] > longest ? starts[row] : longest;
+        return (longest + count + CHUNK - 1) / CHUNK;
+    }
+
+    // Room that all threads share, and that each has for itself, in numbers.
+    int64_t shared_room() const { return spread ? tasks * chunks * queries * numbers : 0; }
+    int64_t own_room() const { return chunk_scratch(queries, size) + 2 * queries * numbers + LANES; }
+
+    // One layer, by all threads of a parallel region. keys, values: (rows, kv_heads, slots, size). states: (tokens, wide), the
+    // heads of q first, scaled and turned. y: (tokens, heads, size).
+    void layer(const void* keys, const void* values, int64_t slots, int64_t window, const float* states, int64_t wide,
+               float* shared, float* own, Query* asked, float* y) const {
+        float *seen = own + chunk_scratch(queries, size), *part = seen + queries * numbers;
+        const auto see = spread ? chunks : 1;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t index = 0; index < tasks * see; index++) {
+            const int64_t task = index / see, row = task / (pieces * kv_heads), piece = task / kv_heads % pieces;
+            const int64_t head = task % kv_heads, at = (row * kv_heads + head) * slots * size;
+            const int64_t first = piece * ROWS, some = count - first < ROWS ? count - first : ROWS;
+            for (int64_t n = 0; n < some * group; n++) {
+                const int64_t token = first + n / group, slot = starts[row] + token;
+                asked[n] = {states + (row * count + token) * wide + (head * group + n % group) * size,
+                            window && slot + 1 > window ? slot + 1 - window : 0, slot + 1};
+            }
+            const auto attend = [&](int64_t chunk, float* parts) {
+                const int64_t last = asked[some * group - 1].end, begin = chunk * CHUNK;
+                const int64_t end = begin + CHUNK < last ? begin + CHUNK : last;
+                (half ? attend_sized<uint16_t> : attend_sized<float>)(asked, some * group, keys, values, at, size, begin, end,
+                                                                      own, parts);
+            };
+            const int64_t from = asked[0].first / CHUNK, to = (asked[some * group - 1].end + CHUNK - 1) / CHUNK;
+            if (spread) {
+                const int64_t chunk = index % chunks;
+                if (chunk >= from && chunk < to) attend(chunk, shared + index * queries * numbers);
+                continue;
+            }
+            for (int64_t n = 0; n < some * group; n++) nothing_seen(seen + n * numbers);
+            for (int64_t chunk = from; chunk < to; chunk++) {
+                attend(chunk, part);
+                for (int64_t n = 0; n < some * group; n++) fold(seen + n * numbers, part + n * numbers, size);
+            }
+            for (int64_t n = 0; n < some * group; n++) {
+                const int64_t token = row * count + first + n / group;
+                finish(seen + n * numbers, size, y + (token * heads + head * group + n % group) * size);
+            }
+        }
+        if (!spread) return;
+#pragma omp for schedule(static)
+        for (int64_t index = 0; index < rows * count * heads; index++) {
+            const int64_t token = index / heads, head = index % heads, row = token / count, n = token % count;
+            const int64_t piece = n / ROWS, task = (row * pieces + piece) * kv_heads + head / group;
+            const int64_t slot = starts[row] + piece * ROWS, query = n % ROWS * group + head % group;
+            const int64_t from = (window && slot + 1 > window ? slot + 1 - window : 0) / CHUNK;
+            nothing_seen(seen);
+            for (int64_t chunk = from; chunk * CHUNK <= starts[row] + n; chunk++)
+                fold(seen, shared + ((task * chunks + chunk) * queries + query) * numbers, size);
+            finish(seen, size, y + index * size);
+        }
+    }
+
+    void nothing_seen(float* seen) const {
+        std::memset(seen, 0, 4 * size);
+        seen[size] = -INFINITY, seen[size + 1] = 0.0f;
+    }
+};
+
+}  // namespace
