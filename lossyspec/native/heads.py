@@ -83,9 +83,9 @@ class NativeHead(NativeLayers):
         numbers: Tensor | None,
     ) -> tuple[Tensor, Tensor, list[int], int]:
         """A whole round of at most limits[i] tokens for row i, the first after what `step` reads; a row stops before a
-        law with NaN, or no chance of theta. numbers: (batch, n) that they are drawn by; None: the most likely ones. Returns their ids
-        (batch, n), the laws (batch, n, S) that they are from, how many count in each row, and the steps that were taken.
-        Raises ValueError where the cache has not the slots."""
+        law with NaN, or no chance of theta. numbers: (batch, n) that they are drawn by; None: the most likely ones. Returns
+        their ids (batch, n), the laws (batch, n, S) that they are from, how many count in each row, and the steps that were
+        taken. Raises ValueError where the cache has not the slots."""
         steps = max(limits)
         if (end := max(start + pick for start, pick in zip(starts, picks, strict=True)) + steps) > cache.capacity:
             raise ValueError(f"cache of {cache.capacity} slots is too small for {end}")
