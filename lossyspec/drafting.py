@@ -212,6 +212,8 @@ def round_numbers(request: Request, live: list[bool], device: torch.device) -> T
         return request.numbers
     rows = zip(live, request.limits, request.choices, strict=True)
     counts = [limit if alive and not choice.greedy else 0 for alive, limit, choice in rows]
+    if not any(counts):  # a row by itself would still take one
+        return torch.zeros(len(counts), max(request.limits), device=device)
     drawn = uniforms(request.choices, counts, device)
     return pad(drawn, (0, max(request.limits) - drawn.shape[1]))  # greedy rows may draft further
 

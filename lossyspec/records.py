@@ -124,7 +124,8 @@ class BlockRecord(Model):
     """One line of measurements.jsonl: one run of one contestant in one block, as it was counted.
 
     contestant: `transformers`, or the number of the trial. Seconds of wall clock; prefill and decoding apart
-    (None: the contestant does not tell them apart). forward: whether the block ran the contestants in order or reversed.
+    (None: the contestant does not tell them apart). full_tokens, full_s: of the rounds in which all rows of a larger batch
+    took part. forward: whether the block ran the contestants in order or reversed.
     """
 
     schema_: Literal["lossytune.block/1"] = Field("lossytune.block/1", alias="schema")
@@ -135,6 +136,8 @@ class BlockRecord(Model):
     tokens: int
     total_s: float
     decode_s: float | None
+    full_tokens: int | None = None
+    full_s: float | None = None
     rounds: int | None
     drafted_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
@@ -142,6 +145,14 @@ class BlockRecord(Model):
     gaps_s: tuple[float, ...] = ()  # seconds between tokens: a round's time shared by its tokens
     energy_joules: float | None = None  # of the whole run, prefill included; None: not measured
     outputs: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def decoding(self) -> tuple[int, float] | None:
+        """Tokens and seconds of decoding without prefill, None where it is not told apart. Of a larger batch while it was
+        whole: texts that speculation finishes at different times leave a batch that nobody refills here."""
+        if self.full_tokens is not None and self.full_s is not None:
+            return self.full_tokens, self.full_s
+        return (self.tokens, self.decode_s) if self.decode_s else None
 
 
 class Front(Model):

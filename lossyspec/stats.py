@@ -56,6 +56,7 @@ class Stats:
     decode_s: float = 0.0
     round_times_s: list[float] = field(default_factory=list)
     round_tokens: list[int] = field(default_factory=list)
+    round_rows: list[int] = field(default_factory=list)
 
     @property
     def drafted(self) -> int:
@@ -87,6 +88,12 @@ class Stats:
         """Tokens over decoding seconds, without prefill."""
         return self.tokens / self.decode_s if self.decode_s > 0 else None
 
+    def whole(self, rows: int) -> tuple[int, float]:
+        """Tokens and seconds of the rounds that so many rows took part in."""
+        rounds = zip(self.round_rows, self.round_tokens, self.round_times_s, strict=True)
+        kept = [(tokens, seconds) for there, tokens, seconds in rounds if there == rows]
+        return sum(tokens for tokens, _ in kept), sum(seconds for _, seconds in kept)
+
     def summary(self) -> dict[str, Any]:
         """The main figures by name; None where there is nothing to divide by."""
         names = (
@@ -104,8 +111,8 @@ class Stats:
 
     def add(self, done: Round, rows: Sequence[int] | None = None) -> None:
         """Adds a round, or what it did for some of its rows; its seconds count as a whole."""
-        tokens = 0
-        for row in range(len(done.tokens)) if rows is None else rows:
+        tokens, counted = 0, range(len(done.tokens)) if rows is None else rows
+        for row in counted:
             self._count_row(done.drafted[row], done.accepted[row])
             tokens += done.tokens[row]
         self.tokens += tokens
@@ -119,6 +126,7 @@ class Stats:
         self.decode_s += done.total_s
         self.round_times_s.append(done.total_s)
         self.round_tokens.append(tokens)
+        self.round_rows.append(len(counted))
 
     def _count_row(self, drafted: int, accepted: int) -> None:
         while len(self.drafted_at) < drafted:

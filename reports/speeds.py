@@ -31,10 +31,14 @@ def blocks_of(run: Run, point: FrontPoint) -> list[BlockRecord]:
 
 def decode_speed(run: Run, point: FrontPoint) -> Estimate | None:
     """Tokens/s of the whole batch while decoding, without prefill; from the front where no block is stored."""
-    blocks = [record for record in blocks_of(run, point) if record.decode_s]
+    blocks = [record for record in blocks_of(run, point) if record.decoding]
     if not blocks:
         return Estimate(value=point.measured.tokens_per_s) if point.measured else None
-    return _ratio(blocks, lambda record: record.tokens, lambda record: record.decode_s or 0.0)
+    return _ratio(blocks, lambda record: _decoding(record)[0], lambda record: _decoding(record)[1])
+
+
+def _decoding(record: BlockRecord) -> tuple[int, float]:
+    return record.decoding or (0, 0.0)
 
 
 def served_speed(run: Run, point: FrontPoint) -> Estimate | None:
@@ -66,7 +70,7 @@ def noise_band(run: Run) -> tuple[float, float] | None:
     It is unpaired, so wider than the interval of a contestant that ran in the same blocks.
     """
     plain = plain_point(run)
-    blocks = [record for record in blocks_of(run, plain) if record.decode_s] if plain else []
+    blocks = [record for record in blocks_of(run, plain) if record.decoding] if plain else []
     if len(blocks) < MIN_BLOCKS:
         return None
     source = random.Random(0)
@@ -75,7 +79,7 @@ def noise_band(run: Run) -> tuple[float, float] | None:
         speeds = []
         for _ in range(2):
             drawn = source.choices(blocks, k=len(blocks))
-            speeds.append(sum(one.tokens for one in drawn) / sum(one.decode_s or 0.0 for one in drawn))
+            speeds.append(sum(_decoding(one)[0] for one in drawn) / sum(_decoding(one)[1] for one in drawn))
         ratios.append(speeds[0] / speeds[1])
     return _middle_95(ratios)
 

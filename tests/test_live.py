@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lossyspec.records import BlockRecord, Measurement, Prediction
+from lossyspec.stats import Round, Stats
 from lossyspec.tuner.measurement.clock import ratio_interval
 from lossyspec.tuner.measurement.live import (
     Contestant,
@@ -235,6 +236,24 @@ def test_decoding_and_end_to_end_are_told_apart_and_a_contestant_without_prefill
     assert tokens_per_s(runs, "t") == tokens_per_s(runs, "t", end_to_end=True) == 2.0
     assert speed_ratio(runs, "a", "t").value == 2.5
     assert speed_ratio(runs, "a", "t", end_to_end=True).value == 1.25
+
+
+def test_a_batch_counts_while_it_is_whole_and_all_of_it_end_to_end() -> None:
+    """Texts that speculation finishes early leave a batch that nobody refills: its last rounds are no serving."""
+    stats = Stats()
+    for seconds, tokens in ((1.0, [2, 3]), (1.0, [2, 1]), (0.9, [2]), (0.9, [1])):
+        count = len(tokens)
+        stats.add(Round([0] * count, [0] * count, tokens, [0] * count, [0.0] * count, 0, 0.0, 0.0, 0.0, seconds))
+    assert stats.round_rows == [2, 2, 1, 1]
+    assert stats.whole(2) == (8, 2.0)
+    whole = record("new", tokens=11, seconds=3.8, batch_size=2, full_tokens=8, full_s=2.0)
+    assert whole.decoding == (8, 2.0)
+    assert BlockRecord.model_validate_json(whole.model_dump_json(by_alias=True)).decoding == (8, 2.0)
+    plain = record("plain", tokens=8, seconds=4.0, batch_size=2, full_tokens=8, full_s=4.0)
+    assert speed_ratio([whole, plain], "new", "plain").value == 2.0
+    assert speed_ratio([whole, plain], "new", "plain", end_to_end=True).value == pytest.approx((11 / 3.8) / 2)
+    assert tokens_per_s([whole, plain], "new") == 4.0
+    assert record("outside", decode_s=None).decoding is None
 
 
 def test_an_interval_needs_three_blocks_and_holds_the_value() -> None:

@@ -114,6 +114,7 @@ class ModelPool:
             began = perf_counter()
             generation = decoder.generate_ids(prompts, max_new_tokens, seed=seed, settings=settings, **sampling.model_dump())
             total, stats = perf_counter() - began, generation.stats
+            full = stats.whole(len(prompts)) if len(prompts) > 1 else (None, None)
             gaps = [
                 seconds / max(tokens / len(prompts), 1)
                 for seconds, tokens in zip(stats.round_times_s, stats.round_tokens, strict=True)
@@ -127,6 +128,8 @@ class ModelPool:
                 tokens=stats.tokens,
                 total_s=total,
                 decode_s=stats.decode_s,
+                full_tokens=full[0],
+                full_s=full[1],
                 rounds=stats.rounds,
                 drafted_at=tuple(stats.drafted_at),
                 accepted_at=tuple(stats.accepted_at),

@@ -181,8 +181,8 @@ def _repeats(work: Work, plain_step_s: float | None) -> int:
     drafts = len(work.space.precisions) * len({Attention.named(name).on("draft") for name in work.space.attentions})
     lengths = targets * (work.config.max_draft_length + 1) + 2 * DRAFT_LENGTHS * drafts
     rounds = len(work.space.batch_sizes) * lengths
-    # a round of several tokens and rows takes about twice a plain step, or less
-    return min(REPEATS, max(_MIN_REPEATS, int(_COST_SHARE * work.config.budget_s / (2 * rounds * plain_step_s))))
+    # a round of several tokens and rows takes about twice a plain step, or less, and each that counts has one before it
+    return min(REPEATS, max(_MIN_REPEATS, int(_COST_SHARE * work.config.budget_s / (4 * rounds * plain_step_s))))
 
 
 def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:

@@ -86,34 +86,34 @@ def _block_s(runs: Sequence[BlockRecord], blocks: int) -> float:
 
 
 def _blocks(
-    runs: Sequence[BlockRecord], name: str, seconds: Callable[[BlockRecord], float]
+    runs: Sequence[BlockRecord], name: str, counted: Callable[[BlockRecord], tuple[int, float]]
 ) -> tuple[list[list[float]], list[list[float]]]:
-    mine = [record for record in runs if record.contestant == name]
-    return [[float(record.tokens)] for record in mine], [[seconds(record)] for record in mine]
+    both = [counted(record) for record in runs if record.contestant == name]
+    return [[float(tokens)] for tokens, _ in both], [[seconds] for _, seconds in both]
 
 
-def _decode_s(record: BlockRecord) -> float:
-    return record.decode_s if record.decode_s is not None else record.total_s
+def _decoding(record: BlockRecord) -> tuple[int, float]:
+    return record.decoding or _all(record)
 
 
-def _total_s(record: BlockRecord) -> float:
-    return record.total_s
+def _all(record: BlockRecord) -> tuple[int, float]:
+    return record.tokens, record.total_s
 
 
 def speed_ratio(runs: Sequence[BlockRecord], name: str, base: str, end_to_end: bool = False) -> Estimate:
     """Tokens/s of one contestant over another's: total tokens over total seconds on each side, with its interval."""
-    seconds = _total_s if end_to_end else _decode_s
+    counted = _all if end_to_end else _decoding
     theirs, ours = ({record.block for record in runs if record.contestant == who} for who in (name, base))
     shared = theirs & ours
     runs = [record for record in runs if record.block in shared]
-    new, old = _blocks(runs, name, seconds), _blocks(runs, base, seconds)
+    new, old = _blocks(runs, name, counted), _blocks(runs, base, counted)
     sums = [float(np.sum(part)) for part in (*new, *old)]
     return Estimate(value=(sums[0] / sums[1]) / (sums[2] / sums[3]), ci95=ratio_interval(*new, *old))
 
 
 def tokens_per_s(runs: Sequence[BlockRecord], name: str, end_to_end: bool = False) -> float:
     """Total tokens over total seconds (never a mean of rates)."""
-    tokens, seconds = _blocks(runs, name, _total_s if end_to_end else _decode_s)
+    tokens, seconds = _blocks(runs, name, _all if end_to_end else _decoding)
     return float(np.sum(tokens) / np.sum(seconds))
 
 
