@@ -23,7 +23,8 @@ from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
 from lossyspec.stats import Stats
 from lossyspec.tuner.measurement import costs
 from lossyspec.tuner.measurement.clock import synchronise
-from lossyspec.tuner.measurement.costs import CostMeter, CostTable
+from lossyspec.tuner.measurement.cost_table import CostTable
+from lossyspec.tuner.measurement.costs import CostMeter
 from lossyspec.tuner.objective import Objective
 from lossyspec.tuner.replay import Flow
 
@@ -190,6 +191,38 @@ def test_the_spread_is_the_median_deviation_over_the_median(monkeypatch: pytest.
     meter = meter_of(plain_target(), repeats=6, length=1)
     assert meter.round_s("fp32", 1) == pytest.approx([1.0, 1.0])
     assert meter.table.spread["fp32", 1] == pytest.approx(0.1)
+
+
+def test_precisions_are_put_on_one_footing_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured in a slow minute is scaled to what its plain rounds take beside the others'."""
+    speeds = {"int4": 1.0, "int8": 1.1, "fp32": 9.0}
+    slow = {"int4": 1.4, "int8": 1.0, "fp32": 1.0}  # the minute that each was measured in
+    targets = {name: SimpleNamespace(device=torch.device("cpu"), vocab_size=9, position_limit=None) for name in speeds}
+    asked: list[str] = []
+
+    def rounds_s(
+        self: CostMeter, target: Any, draft: Any, batch: int, lengths: list[int], settings: Settings
+    ) -> list[float]:
+        name = next(name for name, other in targets.items() if other is target)
+        asked.append(name)
+        drift = slow[name] if len(asked) <= 3 else 1.0 + 0.1 * len(asked)
+        return [speeds[name] * drift * (1.0 + length) for length in lengths]
+
+    monkeypatch.setattr(CostMeter, "_rounds_s", rounds_s)
+    meter = CostMeter(lambda name: (targets[name], None), PROMPTS, 9, Sampling(), 2)
+    for name in speeds:
+        meter.round_s(name, 1)  # type: ignore[arg-type]
+    assert meter.table.round_s["int4", 1][0] > meter.table.round_s["int8", 1][0]
+    meter.even_out(("int4", "int8", "fp32"), 1)
+    assert asked[3:] == ["int4", "int8", "int8", "int4"] * 2
+    four, eight = meter.table.round_s["int4", 1], meter.table.round_s["int8", 1]
+    assert eight[0] / four[0] == pytest.approx(1.1)
+    assert four == pytest.approx([four[0] * (1 + length) for length in range(3)])
+    assert meter.table.round_s["fp32", 1] == [9.0, 18.0, 27.0]  # far behind: nothing to be compared with
+    before = dict(meter.table.round_s)
+    meter.even_out(("int4", "fp32"), 1)
+    assert meter.table.round_s == before
+    assert len(asked) == 11
 
 
 # drafting and judging

@@ -27,7 +27,8 @@ from lossyspec.stats import Stats
 from lossyspec.stopping import Stopping
 from lossyspec.tuner import sparse_choices
 from lossyspec.tuner.config import make_config
-from lossyspec.tuner.measurement.costs import CostMeter, CostTable
+from lossyspec.tuner.measurement.cost_table import CostTable
+from lossyspec.tuner.measurement.costs import CostMeter
 from lossyspec.tuner.replay import Replay, certificate
 from lossyspec.tuner.screening import Times
 from lossyspec.tuner.search_space import SearchSpace, build_space

@@ -17,7 +17,8 @@ from lossyspec.self_drafting import SelfDraft
 from lossyspec.settings import Attention, Precision, Sampling, Settings, format_of
 
 from .config import SearchConfig
-from .measurement.costs import DRAFT_LENGTHS, REPEATS, CostMeter, CostTable
+from .measurement.cost_table import CostTable
+from .measurement.costs import DRAFT_LENGTHS, REPEATS, CostMeter
 from .measurement.energy import find_energy_meter
 from .measurement.live import Contestant, measure_blocks
 from .models import ModelPool
@@ -190,6 +191,7 @@ def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
     if folder.costs.exists():  # on resume they hold for the search; the live runs measure speed anew in any case
         meter.table = CostTable.read(folder.costs)
     attentions = [Attention.named(name) for name in work.space.attentions]
+    known = len(meter.table.round_s)
     cells = list(itertools.product(work.space.batch_sizes, work.space.precisions, attentions, work.space.compiles))
     with work.reporter.steps(
         f"measuring the cost of a round ({', '.join(work.space.precisions)}; batch "
@@ -202,6 +204,9 @@ def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
             step.advance()
             if work.stop():
                 break
+        if len(meter.table.round_s) > known and not work.stop():
+            for batch in work.space.batch_sizes:
+                meter.even_out(work.space.precisions, batch)
     meter.table.write(folder.costs)
 
 

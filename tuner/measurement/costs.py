@@ -6,20 +6,15 @@ the first, the second and the longest round are measured, and the others lie bet
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from lossyspec.decoding import decode
 from lossyspec.drafting import CompactDraft, Draft, Proposal, Request, StatelessDraft
-from lossyspec.errors import ConfigurationError
 from lossyspec.ngram_drafting import NgramDraft
-from lossyspec.records import write_text
 from lossyspec.rows import Job
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice
@@ -29,14 +24,14 @@ from lossyspec.stopping import Stopping
 from lossyspec.verification import judge
 
 from .clock import Clock, default_clock, synchronise
+from .cost_table import CostTable
 
-SCHEMA = "lossytune.costs/2"
-#: gave a draft one number a step
-_OLDER = "lossytune.costs/1"
 _WARM_UP = 2
 REPEATS = 7
 _JUDGE_REPEATS = 5
 _TOKENS_A_ROUND = 3
+#: how far over the fastest plain round others may be and be compared with it by turns, after so many rounds
+_NEAR, _SETTLING = 1.5, 16
 #: lengths at which a model's drafting is measured
 DRAFT_LENGTHS = 3
 
@@ -53,66 +48,6 @@ class _Random(StatelessDraft):
         generator = request.choices[0].generator
         tokens = torch.randint(self.vocab_size, (rows, length), generator=generator, device=self.device)
         return Proposal(tokens, list(request.limits), None, 0)
-
-
-@dataclass
-class CostTable:
-    """Seconds by (format, batch), a format being a precision, maybe with sparse attention or a compiler: `round_s` of a pass
-    that verifies n tokens, host time included; `draft_s` what drafting d tokens by a model adds; `lookup_s` of drafting d
-    tokens by n-gram; `judge_s` what a rule costs over `exact`; `compile_s` of compiling what a cell was the first to
-    need."""
-
-    context: int
-    round_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    draft_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    lookup_s: dict[int, list[float]] = field(default_factory=dict)
-    judge_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    spread: dict[tuple[str, int], float] = field(default_factory=dict)  # median absolute deviation over the median
-    compile_s: dict[tuple[str, int], float] = field(default_factory=dict)
-
-    def dump(self) -> dict[str, Any]:
-        """As JSON data."""
-
-        def flat(table: dict[Any, Any]) -> dict[str, Any]:
-            return {"/".join(map(str, key)) if isinstance(key, tuple) else str(key): value for key, value in table.items()}
-
-        return {
-            "schema": SCHEMA,
-            "context": self.context,
-            "round_s": flat(self.round_s),
-            "draft_s": flat(self.draft_s),
-            "lookup_s": flat(self.lookup_s),
-            "judge_s": flat(self.judge_s),
-            "spread": flat(self.spread),
-            "compile_s": flat(self.compile_s),
-        }
-
-    def write(self, path: Path) -> None:
-        """Writes costs.json."""
-        write_text(path, json.dumps(self.dump(), indent=2) + "\n")
-
-    @staticmethod
-    def read(path: Path) -> CostTable:
-        """Reads what `write` wrote. Raises ConfigurationError for another file."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data["schema"] not in (SCHEMA, _OLDER):
-                raise ConfigurationError(f"{path}: schema is {data['schema']!r}; expected {SCHEMA!r}")
-
-            def pairs(name: str) -> dict[tuple[str, int], Any]:
-                return {(key.rpartition("/")[0], int(key.rpartition("/")[2])): value for key, value in data[name].items()}
-
-            return CostTable(
-                data["context"],
-                pairs("round_s"),
-                pairs("draft_s") if data["schema"] == SCHEMA else {},  # measured anew when needed
-                {int(key): value for key, value in data["lookup_s"].items()},
-                pairs("judge_s"),
-                pairs("spread"),
-                pairs("compile_s") if "compile_s" in data else {},  # older tables have none
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigurationError(f"{path}: not a cost table ({error})") from None
 
 
 class CostMeter:
@@ -238,6 +173,26 @@ class CostMeter:
             every = np.interp(range(self.max_draft_length + 1), [0, *lengths], [0.0, *added])
             self.table.draft_s[key] = [float(seconds) for seconds in every]
         return self.table.draft_s[key]
+
+    def even_out(self, precisions: Sequence[Precision], batch: int) -> None:
+        """Puts the rounds of these precisions on one footing: each was measured in a minute of its own, and a machine has
+        faster and slower ones. Plain rounds of all that are near the fastest take turns, and the cells are scaled by what
+        they take then."""
+        cells = {precision: self.round_s(precision, batch) for precision in precisions}
+        fastest = min(seconds[0] for seconds in cells.values())
+        near = [precision for precision, seconds in cells.items() if seconds[0] < _NEAR * fastest]
+        if len(near) < 2:
+            return
+        samples: dict[Precision, list[float]] = {precision: [] for precision in near}
+        for way in (1, -1, 1, -1):
+            for precision in near[::way]:
+                target, _ = self.runners(precision)
+                random, plain = _Random(target.vocab_size, target.device), [0] * (_SETTLING + self._half)
+                times = self._rounds_s(target, random, batch, plain, self._settings(Attention()))
+                samples[precision] += times[_SETTLING:]
+        for precision, part in samples.items():
+            factor = float(np.median(part)) / cells[precision][0]
+            self.table.round_s[precision, batch] = [factor * seconds for seconds in cells[precision]]
 
     def _turns(self, lengths: Sequence[int]) -> list[int]:
         """The lengths of rounds in which each of `lengths` has a turn, of which the first half is not counted."""
