@@ -40,19 +40,31 @@ def propose(draft: Draft, request: Request, vocab_size: int, device: torch.devic
 
 
 def _joined(looked: Proposal, drawn: Proposal, size: int) -> Proposal:
-    """Rows that looked up, and rows of the draft, as one proposal; q over all `size` tokens, one-hot where it was lookup."""
+    """Rows that looked up, and rows of the draft, as one proposal; q one-hot where it was lookup, over the draft's support,
+    or all `size` tokens where that lacks one that was looked up."""
     width = max(looked.tokens.shape[1], drawn.tokens.shape[1])
     rows = torch.tensor([length > 0 for length in looked.lengths], device=looked.tokens.device)
     tokens = torch.where(rows[:, None], _wide(looked.tokens, width), _wide(drawn.tokens, width))
     lengths = [mine or other for mine, other in zip(looked.lengths, drawn.lengths, strict=True)]
     if drawn.q is None:  # greedy
         return Proposal(tokens, lengths, None, drawn.steps)
-    one_hot = F.one_hot(tokens, size).to(drawn.q.dtype)
-    q = drawn.on_all(size).q
-    assert q is not None
+    q, places, support = drawn.q, _among(drawn.support, tokens, rows), drawn.support
+    if places is None:  # a token that the draft never proposes
+        full = drawn.on_all(size).q
+        assert full is not None
+        q, places, support = full, tokens, None
+    one_hot = torch.zeros(*tokens.shape, q.shape[-1], dtype=q.dtype, device=q.device).scatter_(-1, places[..., None], 1.0)
     missing = width - q.shape[1]
     q = torch.cat([q, one_hot[:, width - missing :]], 1) if missing else q
-    return Proposal(tokens, lengths, torch.where(rows[:, None, None], one_hot, q), drawn.steps)
+    return Proposal(tokens, lengths, torch.where(rows[:, None, None], one_hot, q), drawn.steps, support)
+
+
+def _among(support: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor | None:
+    """The places of tokens (rows, n) in a support; None unless those of the marked rows are all in it."""
+    if support is None:
+        return None
+    places = torch.searchsorted(support, tokens).clamp_max_(len(support) - 1)
+    return places if bool((support[places] == tokens)[rows].all()) else None
 
 
 def _wide(tokens: Tensor, width: int) -> Tensor:

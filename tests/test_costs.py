@@ -152,7 +152,12 @@ def plain_target(vocab: int = VOCAB, limit: int | None = None) -> Any:
 
 
 def test_medians_are_of_the_rounds_after_the_warm_up_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_decode(monkeypatch, lambda index, drafted: 99.0 if index < 8 else 1.0 + drafted + (50.0 if index == 13 else 0.0))
+    calls: list[int] = []
+
+    def seconds(index: int, drafted: int) -> float:
+        return 99.0 if len(calls) < 2 else 1.0 + drafted + (50.0 if index == 13 else 0.0)
+
+    calls = fake_decode(monkeypatch, seconds)
     meter = meter_of(plain_target(), repeats=5)
     assert meter.round_s("fp32", 1) == [1.0, 2.0, 3.0, 4.0]
     assert meter.table.spread["fp32", 1] == 0.0
@@ -169,6 +174,17 @@ def test_a_round_counts_after_several_others_of_its_kind_alone(monkeypatch: pyte
     fake_decode(monkeypatch, seconds)
     for repeats in (3, 7):
         assert meter_of(plain_target(), repeats=repeats).round_s("fp32", 1) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_slow_cell_repeats_its_rounds_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is as long as a fast one's, where it can be: a round in each turn counts at least."""
+    lengths: dict[float, int] = {}
+    for seconds in (0.001, 0.01, 0.1, 5.0):
+        rounds: list[float] = []
+        fake_decode(monkeypatch, lambda index, drafted: rounds.append(0) or seconds)  # noqa: B023
+        meter_of(plain_target(), Proposing(), repeats=24, cell_s=4.0).round_s("fp32", 1)
+        lengths[seconds] = len(rounds) - 8
+    assert lengths == {0.001: 8 * 24, 0.01: 8 * 24, 0.1: 8 * 2 * 2, 5.0: 8 * 2}
 
 
 def test_the_context_stays_what_it_is_while_rounds_are_timed(model: Any) -> None:
@@ -205,7 +221,7 @@ def test_precisions_are_put_on_one_footing_by_turns(monkeypatch: pytest.MonkeyPa
     ) -> list[float]:
         name = next(name for name, other in targets.items() if other is target)
         asked.append(name)
-        drift = slow[name] if len(asked) <= 3 else 1.0 + 0.1 * len(asked)
+        drift = slow[name] if len(asked) <= 6 else 1.0 + 0.1 * len(asked)
         return [speeds[name] * drift * (1.0 + length) for length in lengths]
 
     monkeypatch.setattr(CostMeter, "_rounds_s", rounds_s)
@@ -214,7 +230,7 @@ def test_precisions_are_put_on_one_footing_by_turns(monkeypatch: pytest.MonkeyPa
         meter.round_s(name, 1)  # type: ignore[arg-type]
     assert meter.table.round_s["int4", 1][0] > meter.table.round_s["int8", 1][0]
     meter.even_out(("int4", "int8", "fp32"), 1)
-    assert asked[3:] == ["int4", "int8", "int8", "int4"] * 2
+    assert asked[6:] == ["int4", "int8", "int8", "int4"] * 2
     four, eight = meter.table.round_s["int4", 1], meter.table.round_s["int8", 1]
     assert eight[0] / four[0] == pytest.approx(1.1)
     assert four == pytest.approx([four[0] * (1 + length) for length in range(3)])
@@ -222,7 +238,7 @@ def test_precisions_are_put_on_one_footing_by_turns(monkeypatch: pytest.MonkeyPa
     before = dict(meter.table.round_s)
     meter.even_out(("int4", "fp32"), 1)
     assert meter.table.round_s == before
-    assert len(asked) == 11
+    assert len(asked) == 14
 
 
 # drafting and judging
@@ -246,14 +262,15 @@ def test_only_a_draft_model_has_steps_that_cost(model: Any) -> None:
     assert meter.draft_s("fp32", 2) is seconds
     assert {rows for rows, _ in target.passes} == {2}
     up, down = [2, 2] + [2] * 4 + [3] * 4 + [4] * 4, [4, 4] + [4] * 4 + [3] * 4 + [2] * 4
-    assert [width for _, width in target.passes] == up + up + down + down  # there and back, random tokens and drafted ones
+    warm_up = [2, 3, 4] * 2
+    assert [width for _, width in target.passes] == warm_up + up + up + down + down  # random tokens and drafted ones
 
 
 def test_drafting_is_what_a_round_takes_more_than_one_of_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake_decode(monkeypatch, lambda index, drafted: 1.0 + drafted, extra=lambda drafted: 0.5 + 0.1 * drafted)
     meter = meter_of(plain_target(), Proposing(), length=8)
     assert meter.draft_s("fp32", 1) == pytest.approx([0.0, *[0.5 + 0.1 * count for count in range(1, 9)]])
-    assert len(calls) == 4
+    assert len(calls) == 5  # one to warm up
     assert meter_of(plain_target(), Proposing(), length=1).draft_s("fp32", 1) == pytest.approx([0.0, 0.6])
 
 
@@ -272,7 +289,7 @@ def test_rows_that_end_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake_decode(monkeypatch, lambda index, drafted: 1.0 + drafted, ends=7)
     meter = meter_of(plain_target(), repeats=4)
     assert meter.round_s("fp32", 2) == [1.0, 2.0, 3.0, 4.0]
-    assert calls == [2] * 6  # 8 rounds to warm up, 32 in turns
+    assert calls == [2] * 7  # 8 rounds to warm up, 32 in turns
 
 
 @dataclass

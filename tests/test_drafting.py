@@ -26,6 +26,7 @@ from test_decoding import (
 from torch import Tensor
 
 from lossyspec.drafting import ModelDraft, Proposal, Request
+from lossyspec.mixed_drafting import _joined
 from lossyspec.ngram_drafting import NgramDraft, find_match, match_confidence, ngram_chain
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice, probabilities
@@ -416,3 +417,18 @@ def test_one_generator_gives_each_row_and_position_its_own_number() -> None:
     assert len({tuple(row) for row in first.tolist()}) == 8
     assert len({tuple(column) for column in first.T.tolist()}) == 8
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("found", [4, 6], ids=["in the support", "not in it"])
+def test_rows_of_lookup_and_of_a_draft_with_a_support_are_one_proposal(found: int) -> None:
+    support, q = torch.tensor([1, 4, 7]), torch.tensor([[[0.2, 0.3, 0.5]], [[0.6, 0.1, 0.3]]])
+    drawn = Proposal(torch.tensor([[7], [1]]), [0, 1], q, 1, support)
+    looked = Proposal(torch.tensor([[found, 7], [0, 0]]), [2, 0], None, 0)
+    both = _joined(looked, drawn, 8)
+    assert both.tokens.tolist() == [[found, 7], [1, 0]]
+    assert (both.lengths, both.steps) == ([2, 1], 1)
+    assert (both.support is None) == (found == 6)
+    whole = both.on_all(8).q
+    assert whole is not None
+    assert whole[0].argmax(-1).tolist() == [found, 7] and whole[0].sum(-1).tolist() == [1.0, 1.0]
+    torch.testing.assert_close(whole[1, 0], torch.tensor([0, 0.6, 0, 0, 0.1, 0, 0, 0.3]))

@@ -80,9 +80,9 @@ def left_out(times: Mapping[Precision, Times]) -> dict[Precision, str]:
     return found
 
 
-def screen(space: SearchSpace, pool: ModelPool, reference: Precision) -> tuple[dict[Precision, str], float | None]:
-    """The precisions to do without (they do not run with this model, or others are faster), and seconds of a plain step of
-    the reference (None: nothing to compare it with). Tells the pool which dense format is fastest."""
+def screen(space: SearchSpace, pool: ModelPool, reference: Precision) -> dict[Precision, str]:
+    """The precisions to do without: they do not run with this model, or others are faster. Tells the pool which dense format
+    is fastest."""
     found: dict[Precision, str] = {}
     times: dict[Precision, Times] = {}
     base = pool.decoder(reference).target
@@ -93,7 +93,7 @@ def screen(space: SearchSpace, pool: ModelPool, reference: Precision) -> tuple[d
             except ConfigurationError as problem:
                 found[precision] = str(problem)
     pool.outside = fastest_outside(pool, [name for name in (reference, *times) if name not in QUANTISED] or [pool.outside])
-    return found | left_out(times), next((each.reference_s[0] for each in times.values()), None)
+    return found | left_out(times)
 
 
 def fastest_dense(pool: ModelPool, hardware: HardwareInfo, kept: Collection[Precision]) -> Precision:
@@ -124,18 +124,16 @@ def fastest_outside(pool: ModelPool, names: Sequence[Precision]) -> Precision:
     return min(names, key=lambda name: median(taken[name]))
 
 
-def narrow(
-    space: SearchSpace, pool: ModelPool, reference: Precision, say: Callable[[str], None]
-) -> tuple[SearchSpace, float | None]:
-    """The space without those precisions, with the reasons in `excluded`; and seconds of a plain step, as `screen`."""
-    found, plain_step_s = screen(space, pool, reference)
+def narrow(space: SearchSpace, pool: ModelPool, reference: Precision, say: Callable[[str], None]) -> SearchSpace:
+    """The space without those precisions, with the reasons in `excluded`."""
+    found = screen(space, pool, reference)
     for precision, reason in found.items():
         if precision != pool.outside:
             pool.forget(precision)
         say(f"precision {precision} is left out: {reason}")
     kept = tuple(name for name in space.precisions if name not in found)
     excluded = space.excluded | {f"precision {name}": reason for name, reason in found.items()}
-    return replace(space, precisions=kept, excluded=excluded), plain_step_s
+    return replace(space, precisions=kept, excluded=excluded)
 
 
 def _step_s(runner: Runner, width: int, clock: Clock) -> Callable[[], float]:

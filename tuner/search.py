@@ -72,7 +72,6 @@ class Search:
         self.began = monotonic()
         self.timings: dict[str, float] = {}
         #: seconds of a plain step of the reference, where precisions were screened
-        self.plain_step_s: float | None = None
         self.workload: Workload = load_workload(config.task, config.prompts, config.dataset, config.texts)
         self.sampling: Sampling = config.sampling or self.workload.task.sampling
         self.hardware: HardwareInfo = detect_hardware()
@@ -126,7 +125,7 @@ class Search:
     def _steps(self, folder: RunFolder, manifest: RunManifest) -> Result:
         traces = self._timed("trace", lambda: make_traces(self.work, folder))
         replay = Replay(traces["search"])
-        meter = make_meter(self.work, traces["search"], self.plain_step_s)
+        meter = make_meter(self.work, traces["search"])
         objective = Objective(replay, meter, self.space.precisions, self.pool.dense, self.space.compiles)
         self._timed("costs", lambda: measure_costs(self.work, meter, folder))
         study = self._timed("search", lambda: search_trials(self.work, objective, folder))
@@ -192,7 +191,7 @@ class Search:
             self.space = self.space.as_stored(stored.space, stored.excluded)
             self.pool.outside = stored.transformers_precision or self.pool.outside
         elif self.config.precisions is None:
-            self.space, self.plain_step_s = narrow(self.space, self.pool, self.reference, self.reporter.say)
+            self.space = narrow(self.space, self.pool, self.reference, self.reporter.say)
         elif set(self.space.precisions) & set(QUANTISED):
             self.pool.outside = fastest_dense(self.pool, self.hardware, self.space.precisions)
         if not self.resume and self.space.attentions != ("dense",):

@@ -14,11 +14,11 @@ from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.records import BlockRecord, TrialRecord
 from lossyspec.runner import Runner
 from lossyspec.self_drafting import SelfDraft
-from lossyspec.settings import Attention, Precision, Sampling, Settings, format_of
+from lossyspec.settings import Attention, Compile, Precision, Sampling, Settings, format_of
 
 from .config import SearchConfig
 from .measurement.cost_table import CostTable
-from .measurement.costs import DRAFT_LENGTHS, REPEATS, CostMeter
+from .measurement.costs import CostMeter
 from .measurement.energy import find_energy_meter
 from .measurement.live import Contestant, measure_blocks
 from .models import ModelPool
@@ -40,7 +40,7 @@ _LIVE_SHARE = 0.5
 #: trials that are made even when the budget is spent: a replay takes milliseconds
 _LEAST_TRIALS = 300
 #: share of the budget that the cost table may take, and the fewest times that it repeats a round
-_COST_SHARE, _MIN_REPEATS = 0.15, 3
+_COST_SHARE = 0.15
 #: seconds of the budget that are kept for what follows the live runs
 _END_S = 10.0
 
@@ -157,9 +157,8 @@ def _sampled_texts(work: Work) -> dict[str, Texts]:
     return texts
 
 
-def make_meter(work: Work, trace: Trace, plain_step_s: float | None = None) -> CostMeter:
-    """A cost meter at the workload's middle context length. plain_step_s: of the reference; on a slow machine the meter
-    repeats its rounds less often, so that it keeps to its share of the budget."""
+def make_meter(work: Work, trace: Trace) -> CostMeter:
+    """A cost meter at the workload's middle context length, which gives each cell its part of the budget."""
     prompts = trace.texts.prompts
     lengths = sorted(len(prompt) + len(output) // 2 for prompt, output in zip(prompts, trace.texts.outputs, strict=True))
     return CostMeter(
@@ -168,31 +167,22 @@ def make_meter(work: Work, trace: Trace, plain_step_s: float | None = None) -> C
         lengths[len(lengths) // 2],
         work.sampling,
         work.config.max_draft_length,
-        repeats=_repeats(work, plain_step_s),
+        cell_s=_COST_SHARE * work.config.budget_s / (2 * len(_cells(work))),
         precision=work.reference,
         cuda_graphs=work.config.cuda_graphs,
     )
 
 
-def _repeats(work: Work, plain_step_s: float | None) -> int:
-    if plain_step_s is None:
-        return REPEATS
-    formats = len(work.space.precisions) * len(work.space.compiles)
-    targets = formats * len({Attention.named(name).on("verify") for name in work.space.attentions})
-    drafts = len(work.space.precisions) * len({Attention.named(name).on("draft") for name in work.space.attentions})
-    lengths = targets * (work.config.max_draft_length + 1) + 2 * DRAFT_LENGTHS * drafts
-    rounds = len(work.space.batch_sizes) * lengths
-    # a round of several tokens and rows takes about twice a plain step, or less, and each that counts has one before it
-    return min(REPEATS, max(_MIN_REPEATS, int(_COST_SHARE * work.config.budget_s / (4 * rounds * plain_step_s))))
+def _cells(work: Work) -> list[tuple[int, Precision, Attention, Compile]]:
+    attentions = [Attention.named(name) for name in work.space.attentions]
+    return list(itertools.product(work.space.batch_sizes, work.space.precisions, attentions, work.space.compiles))
 
 
 def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
     """Fills the cost table for each precision and batch size, and writes it."""
     if folder.costs.exists():  # on resume they hold for the search; the live runs measure speed anew in any case
         meter.table = CostTable.read(folder.costs)
-    attentions = [Attention.named(name) for name in work.space.attentions]
-    known = len(meter.table.round_s)
-    cells = list(itertools.product(work.space.batch_sizes, work.space.precisions, attentions, work.space.compiles))
+    known, cells = len(meter.table.round_s), _cells(work)
     with work.reporter.steps(
         f"measuring the cost of a round ({', '.join(work.space.precisions)}; batch "
         f"{', '.join(map(str, work.space.batch_sizes))})",
@@ -201,6 +191,7 @@ def measure_costs(work: Work, meter: CostMeter, folder: RunFolder) -> None:
         for batch, precision, attention, how in cells:
             meter.round_s(precision, batch, attention.on("verify"), how)
             meter.draft_s(precision, batch, attention.on("draft"))
+            meter.lookup_s(batch)
             step.advance()
             if work.stop():
                 break

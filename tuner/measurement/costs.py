@@ -27,13 +27,11 @@ from .clock import Clock, default_clock, synchronise
 from .cost_table import CostTable
 
 _WARM_UP = 2
-REPEATS = 7
+REPEATS = 24
 _JUDGE_REPEATS = 5
 _TOKENS_A_ROUND = 3
 #: how far over the fastest plain round others may be and be compared with it by turns, after so many rounds
 _NEAR, _SETTLING = 1.5, 16
-#: lengths at which a model's drafting is measured
-DRAFT_LENGTHS = 3
 
 
 class _Random(StatelessDraft):
@@ -54,7 +52,8 @@ class CostMeter:
     """Measures cells of a cost table on first use.
 
     runners(precision) gives the target (and the draft model or None); prompts: typical prompts, cut or repeated to
-    `context` tokens; precision: of the target whose vocabulary `judge_s` is timed with; clock: replaced in tests.
+    `context` tokens; precision: of the target whose vocabulary `judge_s` is timed with; clock: replaced in tests. repeats:
+    most rounds that count for a number of a cell. cell_s: about the seconds that a cell may take; None: no limit.
     """
 
     def __init__(
@@ -66,6 +65,7 @@ class CostMeter:
         max_draft_length: int,
         clock: Clock = default_clock,
         repeats: int = REPEATS,
+        cell_s: float | None = None,
         precision: Precision = "fp32",
         cuda_graphs: bool = True,
     ) -> None:
@@ -75,6 +75,7 @@ class CostMeter:
         self.max_draft_length = max_draft_length
         self.clock = clock
         self.repeats = repeats
+        self.cell_s = cell_s
         self.precision = precision
         self.cuda_graphs = cuda_graphs
         self.table = CostTable(context)
@@ -123,14 +124,15 @@ class CostMeter:
         if key not in self.table.round_s:
             target, _ = self.runners(precision)
             lengths = list(range(self.max_draft_length + 1))
-            # up and down, so that a drift of the machine hits all alike
-            order = lengths * _WARM_UP + self._turns(lengths + lengths[::-1])
+            turns = lengths + lengths[::-1]  # up and down, so that a drift of the machine hits all alike
             settings = self._settings(sparse, compiled)
             before = target.compile_s if compiled != "off" else 0.0
-            times = self._rounds_s(target, _Random(target.vocab_size, target.device), batch, order, settings)
+            random = _Random(target.vocab_size, target.device)
+            half = self._half(self._rounds_s(target, random, batch, lengths * _WARM_UP, settings), len(turns))
             if compiled != "off":  # within the warm-up
                 self.table.compile_s[key] = target.compile_s - before
-            samples = self._settled(lengths + lengths[::-1], times[len(lengths) * _WARM_UP :], lengths)
+            times = self._rounds_s(target, random, batch, _rounds(turns, half), settings)
+            samples = _settled(turns, half, times, lengths)
             medians = [float(np.median(part)) for part in samples]
             self.table.round_s[key] = medians
             self.table.spread[key] = float(
@@ -154,19 +156,20 @@ class CostMeter:
             target, draft = self.runners(precision)
             if draft is None or isinstance(draft, NgramDraft):
                 return [0.0] * (self.max_draft_length + 1)
-            lengths = sorted({1, min(2, self.max_draft_length), self.max_draft_length})  # DRAFT_LENGTHS of them
+            lengths = sorted({1, min(2, self.max_draft_length), self.max_draft_length})
             random = _Random(target.vocab_size, target.device)
             samples: list[list[list[float]]] = [[[] for _ in lengths] for _ in range(2)]
             rivals: list[tuple[Draft, Settings, list[list[float]]]] = [
                 (random, self._settings(Attention()), samples[0]),
                 (draft, self._settings(sparse), samples[1]),
             ]
+            warm_up = self._rounds_s(target, draft, batch, lengths * _WARM_UP, rivals[1][1])
+            half = self._half(warm_up, 4 * len(lengths))
             for way in (1, -1):  # there and back, so that a drift of the machine hits all alike
                 turns = lengths[::way]
-                order = turns[:1] * _WARM_UP + self._turns(turns)
                 for rival, settings, kept in rivals[::way]:
-                    times = self._rounds_s(target, rival, batch, order, settings)
-                    for part, new in zip(kept, self._settled(turns, times[_WARM_UP:], lengths), strict=True):
+                    times = self._rounds_s(target, rival, batch, turns[:1] * _WARM_UP + _rounds(turns, half), settings)
+                    for part, new in zip(kept, _settled(turns, half, times[_WARM_UP:], lengths), strict=True):
                         part += new
             without, drafted = (np.array([np.median(part) for part in kept]) for kept in samples)
             added = np.maximum(drafted - without, 0.0)
@@ -187,28 +190,19 @@ class CostMeter:
         for way in (1, -1, 1, -1):
             for precision in near[::way]:
                 target, _ = self.runners(precision)
-                random, plain = _Random(target.vocab_size, target.device), [0] * (_SETTLING + self._half)
+                random, plain = _Random(target.vocab_size, target.device), [0] * (_SETTLING + -(-self.repeats // 4))
                 times = self._rounds_s(target, random, batch, plain, self._settings(Attention()))
                 samples[precision] += times[_SETTLING:]
         for precision, part in samples.items():
             factor = float(np.median(part)) / cells[precision][0]
             self.table.round_s[precision, batch] = [factor * seconds for seconds in cells[precision]]
 
-    def _turns(self, lengths: Sequence[int]) -> list[int]:
-        """The lengths of rounds in which each of `lengths` has a turn, of which the first half is not counted."""
-        return [length for length in lengths for _ in range(2 * self._half)]
-
-    def _settled(self, turns: Sequence[int], times: Sequence[float], lengths: Sequence[int]) -> list[list[float]]:
-        """For each length the seconds of the second half of its turns."""
-        samples: dict[int, list[float]] = {length: [] for length in lengths}
-        for place, length in enumerate(turns):
-            end = 2 * self._half * (place + 1)
-            samples[length] += times[end - self._half : end]
-        return list(samples.values())
-
-    @property
-    def _half(self) -> int:
-        return -(-self.repeats // 2)
+    def _half(self, warm_up: Sequence[float], turns: int) -> int:
+        """Rounds of half a turn: such that so many turns take a cell's time, going by the seconds of rounds before them."""
+        most = -(-self.repeats // 2)
+        if self.cell_s is None:
+            return most
+        return max(1, min(most, int(self.cell_s / (2 * turns * float(np.mean(warm_up))))))
 
     def _settings(self, attention: Attention, compiled: Compile = "off") -> Settings:
         return Settings(
@@ -267,3 +261,17 @@ class CostMeter:
             synchronise(device)
             samples.append(self.clock() - began)
         return float(np.median(samples[1:]))
+
+
+def _rounds(turns: Sequence[int], half: int) -> list[int]:
+    """The lengths of rounds in which each of `turns` has one, of which the first half is not counted."""
+    return [length for length in turns for _ in range(2 * half)]
+
+
+def _settled(turns: Sequence[int], half: int, times: Sequence[float], lengths: Sequence[int]) -> list[list[float]]:
+    """For each length the seconds of the second half of its turns."""
+    samples: dict[int, list[float]] = {length: [] for length in lengths}
+    for place, length in enumerate(turns):
+        end = 2 * half * (place + 1)
+        samples[length] += times[end - half : end]
+    return list(samples.values())
