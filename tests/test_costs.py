@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.ngram_drafting import NgramDraft
 from lossyspec.runner import Runner
 from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
-from lossyspec.stats import Stats
 from lossyspec.tuner.measurement import costs
 from lossyspec.tuner.measurement.clock import synchronise
 from lossyspec.tuner.measurement.cost_table import CostTable
@@ -63,7 +61,7 @@ def test_every_number_of_verified_tokens_is_measured_in_turns_up_and_down(model:
     meter = meter_of(target, NgramDraft(), repeats=4)
     seconds = meter.round_s("fp32", 2)
     up = [1, 2, 3, 4]
-    warm_up = up * 2
+    warm_up = [width for width in up for _ in range(2)]
     assert [width for _, width in target.passes] == warm_up + [width for width in up + up[::-1] for _ in range(4)]
     assert {rows for rows, _ in target.passes} == {2}
     assert len(seconds) == 4
@@ -124,27 +122,35 @@ def test_a_context_near_the_models_last_position_gives_way_to_the_rounds(context
     assert min(context, 238) < target.furthest <= 256
 
 
-def fake_decode(
+def fake_loop(
     monkeypatch: pytest.MonkeyPatch, seconds_of: Any, extra: Any = lambda drafted: 0.0, ends: int = 10**6
 ) -> list[int]:
     """Replaces the loop: each round asks the draft for as many tokens as the row's job says and takes seconds_of(round,
-    drafted tokens), `extra` more when it is not random tokens that are drafted. Returns the number of rows of each call."""
-    calls: list[int] = []
+    drafted tokens), `extra` more when it is not random tokens that are drafted. A row `ends` after so many rounds of the
+    draft. Returns the number of rows of each start."""
+    starts: list[int] = []
+    taken: list[float] = []
 
-    def decode(target: Any, draft: Any, prompts: Any, job: Any, stats: Stats) -> Iterator[list[Any]]:
-        calls.append(len(prompts))
-        rows = [SimpleNamespace(job=job, finish_reason=None, output=[7, 7]) for _ in prompts]
-        while True:
-            wanted = rows[0].job.draft_length
-            request = Request(prompts, [wanted] * len(prompts), job.settings, [job.choice] * len(prompts))
-            drafted = draft.propose(request).tokens.shape[1]
-            more = 0.0 if isinstance(draft, costs._Random) else extra(drafted)
-            stats.round_times_s.append(seconds_of(len(stats.round_times_s), drafted) + more)
-            rows[-1].finish_reason = "length" if len(stats.round_times_s) == ends else None
-            yield rows
+    class Loop:
+        def __init__(self, target: Any, draft: Any) -> None:
+            self.draft = draft
 
-    monkeypatch.setattr(costs, "decode", decode)
-    return calls
+        def start(self, rows: list[Any]) -> None:
+            starts.append(len(rows))
+            self.rows, self.drafted = rows, 0
+
+        def round(self) -> Any:
+            job, prompts = self.rows[0].job, [row.prompt for row in self.rows]
+            request = Request(prompts, [job.draft_length] * len(prompts), job.settings, [job.choice] * len(prompts))
+            width = self.draft.propose(request).tokens.shape[1]
+            random = isinstance(self.draft, costs._Random)
+            taken.append(seconds_of(len(taken), width) + (0.0 if random else extra(width)))
+            self.drafted += not random
+            self.rows[-1].finish_reason = "length" if random or self.drafted == ends else None
+            return SimpleNamespace(total_s=taken[-1])
+
+    monkeypatch.setattr(costs, "Batch", Loop)
+    return starts
 
 
 def plain_target(vocab: int = VOCAB, limit: int | None = None) -> Any:
@@ -152,12 +158,7 @@ def plain_target(vocab: int = VOCAB, limit: int | None = None) -> Any:
 
 
 def test_medians_are_of_the_rounds_after_the_warm_up_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def seconds(index: int, drafted: int) -> float:
-        return 99.0 if len(calls) < 2 else 1.0 + drafted + (50.0 if index == 13 else 0.0)
-
-    calls = fake_decode(monkeypatch, seconds)
+    fake_loop(monkeypatch, lambda index, drafted: 99.0 if index < 8 else 1.0 + drafted + (50.0 if index == 13 else 0.0))
     meter = meter_of(plain_target(), repeats=5)
     assert meter.round_s("fp32", 1) == [1.0, 2.0, 3.0, 4.0]
     assert meter.table.spread["fp32", 1] == 0.0
@@ -171,7 +172,7 @@ def test_a_round_counts_after_several_others_of_its_kind_alone(monkeypatch: pyte
         seen[index] = drafted
         return 1.0 + drafted + (0.0 if {seen.get(index - 1), seen.get(index - 2)} == {drafted} else 7.0)
 
-    fake_decode(monkeypatch, seconds)
+    fake_loop(monkeypatch, seconds)
     for repeats in (3, 7):
         assert meter_of(plain_target(), repeats=repeats).round_s("fp32", 1) == [1.0, 2.0, 3.0, 4.0]
 
@@ -181,7 +182,7 @@ def test_a_slow_cell_repeats_its_rounds_less_often(monkeypatch: pytest.MonkeyPat
     lengths: dict[float, int] = {}
     for seconds in (0.001, 0.01, 0.1, 5.0):
         rounds: list[float] = []
-        fake_decode(monkeypatch, lambda index, drafted: rounds.append(0) or seconds)  # noqa: B023
+        fake_loop(monkeypatch, lambda index, drafted: rounds.append(0) or seconds)  # noqa: B023
         meter_of(plain_target(), Proposing(), repeats=24, cell_s=4.0).round_s("fp32", 1)
         lengths[seconds] = len(rounds) - 8
     assert lengths == {0.001: 8 * 24, 0.01: 8 * 24, 0.1: 8 * 2 * 2, 5.0: 8 * 2}
@@ -191,11 +192,11 @@ def test_the_context_stays_what_it_is_while_rounds_are_timed(model: Any) -> None
     target = Target(model)
     meter_of(target, context=40, repeats=8, length=5).round_s("fp32", 1)
     assert len(target.passes) == 6 * 2 + 12 * 8
-    assert target.furthest == 40 + 1 + 5
+    assert target.furthest == 40 + 5  # the prompt's last token is read again
 
 
 def test_a_machine_that_slows_down_hits_all_lengths_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_decode(monkeypatch, lambda index, drafted: (1.0 + drafted) * (1 + 0.01 * index))
+    fake_loop(monkeypatch, lambda index, drafted: (1.0 + drafted) * (1 + 0.01 * index))
     seconds = meter_of(plain_target(), repeats=8, length=5).round_s("fp32", 1)
     ratios = np.array(seconds) / seconds[0] / np.arange(1, 7)
     np.testing.assert_allclose(ratios, 1.0, atol=0.02)
@@ -203,7 +204,7 @@ def test_a_machine_that_slows_down_hits_all_lengths_alike(monkeypatch: pytest.Mo
 
 
 def test_the_spread_is_the_median_deviation_over_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_decode(monkeypatch, lambda index, drafted: 1.0 + 0.1 * (index % 3 - 1))
+    fake_loop(monkeypatch, lambda index, drafted: 1.0 + 0.1 * (index % 3 - 1))
     meter = meter_of(plain_target(), repeats=6, length=1)
     assert meter.round_s("fp32", 1) == pytest.approx([1.0, 1.0])
     assert meter.table.spread["fp32", 1] == pytest.approx(0.1)
@@ -216,21 +217,19 @@ def test_precisions_are_put_on_one_footing_by_turns(monkeypatch: pytest.MonkeyPa
     targets = {name: SimpleNamespace(device=torch.device("cpu"), vocab_size=9, position_limit=None) for name in speeds}
     asked: list[str] = []
 
-    def rounds_s(
-        self: CostMeter, target: Any, draft: Any, batch: int, lengths: list[int], settings: Settings
-    ) -> list[float]:
+    def run(self: CostMeter, target: Any, draft: Any, batch: int, plan: Any, times: list[float]) -> None:
         name = next(name for name, other in targets.items() if other is target)
         asked.append(name)
-        drift = slow[name] if len(asked) <= 6 else 1.0 + 0.1 * len(asked)
-        return [speeds[name] * drift * (1.0 + length) for length in lengths]
+        drift = slow[name] if len(asked) <= 3 else 1.0 + 0.1 * len(asked)
+        times.extend(speeds[name] * drift * (1.0 + turn.length) for turn in plan)
 
-    monkeypatch.setattr(CostMeter, "_rounds_s", rounds_s)
-    meter = CostMeter(lambda name: (targets[name], None), PROMPTS, 9, Sampling(), 2)
+    monkeypatch.setattr(CostMeter, "_run", run)
+    meter = CostMeter(lambda name: (targets[name], None), PROMPTS, 9, Sampling(), 2)  # type: ignore[index, return-value, arg-type]
     for name in speeds:
         meter.round_s(name, 1)  # type: ignore[arg-type]
     assert meter.table.round_s["int4", 1][0] > meter.table.round_s["int8", 1][0]
     meter.even_out(("int4", "int8", "fp32"), 1)
-    assert asked[6:] == ["int4", "int8", "int8", "int4"] * 2
+    assert asked[3:] == ["int4", "int8", "int8", "int4"]
     four, eight = meter.table.round_s["int4", 1], meter.table.round_s["int8", 1]
     assert eight[0] / four[0] == pytest.approx(1.1)
     assert four == pytest.approx([four[0] * (1 + length) for length in range(3)])
@@ -238,7 +237,7 @@ def test_precisions_are_put_on_one_footing_by_turns(monkeypatch: pytest.MonkeyPa
     before = dict(meter.table.round_s)
     meter.even_out(("int4", "fp32"), 1)
     assert meter.table.round_s == before
-    assert len(asked) == 14
+    assert len(asked) == 7
 
 
 # drafting and judging
@@ -261,35 +260,38 @@ def test_only_a_draft_model_has_steps_that_cost(model: Any) -> None:
     assert seconds[0] == 0.0 < max(seconds)
     assert meter.draft_s("fp32", 2) is seconds
     assert {rows for rows, _ in target.passes} == {2}
-    up, down = [2, 2] + [2] * 4 + [3] * 4 + [4] * 4, [4, 4] + [4] * 4 + [3] * 4 + [2] * 4
-    warm_up = [2, 3, 4] * 2
-    assert [width for _, width in target.passes] == warm_up + up + up + down + down  # random tokens and drafted ones
+    up = [2, 2, 3, 3, 4, 4]  # random tokens and drafted ones by turns
+    turns = [width for width in up + up[::-1] for _ in range(4)]
+    assert [width for _, width in target.passes] == [width for width in up for _ in range(2)] + turns
 
 
 def test_drafting_is_what_a_round_takes_more_than_one_of_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_decode(monkeypatch, lambda index, drafted: 1.0 + drafted, extra=lambda drafted: 0.5 + 0.1 * drafted)
+    calls = fake_loop(monkeypatch, lambda index, drafted: 1.0 + drafted, extra=lambda drafted: 0.5 + 0.1 * drafted)
     meter = meter_of(plain_target(), Proposing(), length=8)
     assert meter.draft_s("fp32", 1) == pytest.approx([0.0, *[0.5 + 0.1 * count for count in range(1, 9)]])
-    assert len(calls) == 5  # one to warm up
+    assert calls == [1]  # the prompts are read once
     assert meter_of(plain_target(), Proposing(), length=1).draft_s("fp32", 1) == pytest.approx([0.0, 0.6])
 
 
 def test_a_machine_that_slows_down_is_no_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_decode(monkeypatch, lambda index, drafted: 1.0 + len(calls), extra=lambda drafted: 0.5)
-    assert meter_of(plain_target(), Proposing()).draft_s("fp32", 1)[3] == pytest.approx(0.5)
+    fake_loop(monkeypatch, lambda index, drafted: 1.0 + 0.1 * index, extra=lambda drafted: 0.5)
+    seconds = meter_of(plain_target(), Proposing()).draft_s("fp32", 1)
+    assert seconds[1:] == pytest.approx([0.5] * 3, abs=1e-6)
 
 
 def test_drafting_is_never_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_decode(monkeypatch, lambda index, drafted: 1.0, extra=lambda drafted: -0.1)
+    fake_loop(monkeypatch, lambda index, drafted: 1.0, extra=lambda drafted: -0.1)
     assert meter_of(plain_target(), Proposing()).draft_s("fp32", 1) == [0.0] * 4
 
 
 def test_rows_that_end_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near the end of the positions a good draft has soon filled what is left."""
-    calls = fake_decode(monkeypatch, lambda index, drafted: 1.0 + drafted, ends=7)
-    meter = meter_of(plain_target(), repeats=4)
+    """A good draft has soon filled the room there is; what random tokens end is taken back."""
+    starts = fake_loop(monkeypatch, lambda index, drafted: 1.0 + drafted, ends=7)
+    meter = meter_of(plain_target(), Proposing(), repeats=4)
     assert meter.round_s("fp32", 2) == [1.0, 2.0, 3.0, 4.0]
-    assert calls == [2] * 7  # 8 rounds to warm up, 32 in turns
+    assert starts == [2]
+    assert meter.draft_s("fp32", 2) == [0.0] * 4
+    assert starts == [2] * (1 + 5)  # 6 rounds of the draft to warm up, 24 in turns
 
 
 @dataclass

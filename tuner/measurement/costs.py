@@ -6,20 +6,19 @@ the first, the second and the longest round are measured, and the others lie bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from lossyspec.decoding import decode
+from lossyspec.decoding import Batch
 from lossyspec.drafting import CompactDraft, Draft, Proposal, Request, StatelessDraft
 from lossyspec.ngram_drafting import NgramDraft
-from lossyspec.rows import Job
+from lossyspec.rows import Job, Row
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice
 from lossyspec.settings import MAX_DRAFT_LENGTH, Attention, Compile, Precision, Sampling, Settings, format_of, make_settings
-from lossyspec.stats import Stats
 from lossyspec.stopping import Stopping
 from lossyspec.verification import judge
 
@@ -29,7 +28,8 @@ from .cost_table import CostTable
 _WARM_UP = 2
 REPEATS = 24
 _JUDGE_REPEATS = 5
-_TOKENS_A_ROUND = 3
+#: that a draft may write before its text begins again
+_TOKENS = 256
 #: how far over the fastest plain round others may be and be compared with it by turns, after so many rounds
 _NEAR, _SETTLING = 1.5, 16
 
@@ -46,6 +46,15 @@ class _Random(StatelessDraft):
         generator = request.choices[0].generator
         tokens = torch.randint(self.vocab_size, (rows, length), generator=generator, device=self.device)
         return Proposal(tokens, list(request.limits), None, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """How a round is: who drafts, by which settings, how many tokens."""
+
+    draft: Draft
+    settings: Settings
+    length: int
 
 
 class CostMeter:
@@ -89,29 +98,32 @@ class CostMeter:
             rows.append((prompt * (length // len(prompt) + 1))[:length])
         return rows
 
-    def _rounds_s(self, target: Runner, draft: Draft, batch: int, lengths: Sequence[int], settings: Settings) -> list[float]:
-        """Seconds of rounds of the real loop that draft lengths[0], lengths[1], .. tokens in each row. After random tokens
-        a row takes back what it wrote, so that the context stays as it is."""
-        rounds, times, steady = len(lengths), list[float](), isinstance(draft, _Random)
-        limit, context = MAX_DRAFT_LENGTH + 2 + (0 if steady else _TOKENS_A_ROUND * rounds), self.table.context
+    @torch.inference_mode()
+    def _run(self, target: Runner, draft: Draft, batch: int, plan: Iterable[_Turn], times: list[float]) -> None:
+        """Rounds of the real loop, each as the plan says; their seconds go to `times`. draft: whose state is kept beside the
+        target's. After random tokens a row takes back what it wrote: so the context stays as it is, and the draft's state is
+        right when its turn comes again. The prompts are read once, which is what takes longest with long ones."""
+        room, context = MAX_DRAFT_LENGTH + 2 + (0 if isinstance(draft, _Random) else _TOKENS), self.table.context
         if target.position_limit is not None:  # near the end of the positions, the context gives way to the rounds
-            limit = min(limit, target.position_limit - 2)
-            context = min(context, target.position_limit - limit)
+            room = min(room, target.position_limit - 2)
+            context = min(context, target.position_limit - room)
         generator = torch.Generator(device=target.device)
         generator.manual_seed(0)
-        job = Job(settings, self.sampling, Stopping(limit), generator)
-        while len(times) < rounds:
-            stats = Stats()
-            first = replace(job, draft_length=lengths[len(times)])
-            for rows in decode(target, draft, self._rows(batch, context), first, stats):
-                done = len(times) + len(stats.round_times_s)
-                if done == rounds or any(row.finish_reason for row in rows):  # a good draft near the end of the positions
-                    break
-                for row in rows:
-                    row.job = replace(job, draft_length=lengths[done])
-                    del row.output[1 if steady else len(row.output) :]
-            times += stats.round_times_s
-        return times
+        loop, rows = Batch(target, draft), list[Row]()
+        for turn in plan:
+            if not rows or any(row.finish_reason for row in rows):  # a good draft has filled its room
+                job = Job(turn.settings, self.sampling, Stopping(room), generator)
+                rows = [Row(index, prompt, job) for index, prompt in enumerate(self._rows(batch, context))]
+                loop.draft = draft
+                loop.start(rows)
+            loop.draft, written = turn.draft, [len(row.output) for row in rows]
+            for row in rows:
+                row.job = replace(row.job, settings=turn.settings, draft_length=turn.length)
+            times.append(loop.round().total_s)
+            if isinstance(turn.draft, _Random):
+                for row, kept in zip(rows, written, strict=True):
+                    row.finish_reason = None
+                    del row.output[kept:], row.relaxed[kept:]
 
     def round_s(
         self, precision: Precision, batch: int, attention: Attention | None = None, compiled: Compile = "off"
@@ -124,25 +136,16 @@ class CostMeter:
         if key not in self.table.round_s:
             target, _ = self.runners(precision)
             lengths = list(range(self.max_draft_length + 1))
-            turns = lengths + lengths[::-1]  # up and down, so that a drift of the machine hits all alike
-            settings = self._settings(sparse, compiled)
+            random, settings = _Random(target.vocab_size, target.device), self._settings(sparse, compiled)
+            kinds = [_Turn(random, settings, length) for length in lengths]
             before = target.compile_s if compiled != "off" else 0.0
-            random = _Random(target.vocab_size, target.device)
-            half = self._half(self._rounds_s(target, random, batch, lengths * _WARM_UP, settings), len(turns))
+            samples = self._samples(target, random, batch, kinds)
             if compiled != "off":  # within the warm-up
                 self.table.compile_s[key] = target.compile_s - before
-            times = self._rounds_s(target, random, batch, _rounds(turns, half), settings)
-            samples = _settled(turns, half, times, lengths)
-            medians = [float(np.median(part)) for part in samples]
-            self.table.round_s[key] = medians
-            self.table.spread[key] = float(
-                np.mean(
-                    [
-                        np.median(np.abs(np.array(part) - middle)) / middle
-                        for part, middle in zip(samples, medians, strict=True)
-                    ]
-                )
-            )
+            medians = [float(np.median(samples[kind])) for kind in kinds]
+            parts = [(np.array(samples[kind]), middle) for kind, middle in zip(kinds, medians, strict=True)]
+            spreads = [np.median(np.abs(part - middle)) / middle for part, middle in parts]
+            self.table.round_s[key], self.table.spread[key] = medians, float(np.mean(spreads))
         return self.table.round_s[key]
 
     def draft_s(self, precision: Precision, batch: int, attention: Attention | None = None) -> list[float]:
@@ -157,25 +160,44 @@ class CostMeter:
             if draft is None or isinstance(draft, NgramDraft):
                 return [0.0] * (self.max_draft_length + 1)
             lengths = sorted({1, min(2, self.max_draft_length), self.max_draft_length})
-            random = _Random(target.vocab_size, target.device)
-            samples: list[list[list[float]]] = [[[] for _ in lengths] for _ in range(2)]
-            rivals: list[tuple[Draft, Settings, list[list[float]]]] = [
-                (random, self._settings(Attention()), samples[0]),
-                (draft, self._settings(sparse), samples[1]),
+            random, plain, drafting = _Random(target.vocab_size, target.device), self._settings(), self._settings(sparse)
+            without = [_Turn(random, plain, length) for length in lengths]
+            drafted = [_Turn(draft, drafting, length) for length in lengths]
+            kinds = [kind for pair in zip(without, drafted, strict=True) for kind in pair]
+            samples = self._samples(target, draft, batch, kinds)
+            added = [
+                max(0.0, float(np.median(samples[one]) - np.median(samples[other])))
+                for one, other in zip(drafted, without, strict=True)
             ]
-            warm_up = self._rounds_s(target, draft, batch, lengths * _WARM_UP, rivals[1][1])
-            half = self._half(warm_up, 4 * len(lengths))
-            for way in (1, -1):  # there and back, so that a drift of the machine hits all alike
-                turns = lengths[::way]
-                for rival, settings, kept in rivals[::way]:
-                    times = self._rounds_s(target, rival, batch, turns[:1] * _WARM_UP + _rounds(turns, half), settings)
-                    for part, new in zip(kept, _settled(turns, half, times[_WARM_UP:], lengths), strict=True):
-                        part += new
-            without, drafted = (np.array([np.median(part) for part in kept]) for kept in samples)
-            added = np.maximum(drafted - without, 0.0)
             every = np.interp(range(self.max_draft_length + 1), [0, *lengths], [0.0, *added])
             self.table.draft_s[key] = [float(seconds) for seconds in every]
         return self.table.draft_s[key]
+
+    def _samples(self, target: Runner, draft: Draft, batch: int, kinds: Sequence[_Turn]) -> dict[_Turn, list[float]]:
+        """The seconds of rounds of each kind. They take turns up and down, so that a drift of the machine hits all alike;
+        the second half of a turn counts. It has as many rounds as the cell has time for, going by those of the warm-up."""
+        times: list[float] = []
+        turns, half = [*kinds, *kinds[::-1]], 0
+
+        def plan() -> Iterator[_Turn]:
+            nonlocal half
+            yield from [turn for turn in kinds for _ in range(_WARM_UP)]
+            half = self._half(times, len(turns))
+            yield from [turn for turn in turns for _ in range(2 * half)]
+
+        self._run(target, draft, batch, plan(), times)
+        times, samples = times[len(kinds) * _WARM_UP :], dict[_Turn, list[float]]()
+        for place, turn in enumerate(turns):
+            end = 2 * half * (place + 1)
+            samples.setdefault(turn, []).extend(times[end - half : end])
+        return samples
+
+    def _half(self, warm_up: Sequence[float], turns: int) -> int:
+        """Rounds of half a turn: such that so many turns take a cell's time, going by the seconds of rounds before them."""
+        most = -(-self.repeats // 2)
+        if self.cell_s is None:
+            return most
+        return max(1, min(most, int(self.cell_s / (2 * turns * float(np.mean(warm_up))))))
 
     def even_out(self, precisions: Sequence[Precision], batch: int) -> None:
         """Puts the rounds of these precisions on one footing: each was measured in a minute of its own, and a machine has
@@ -187,28 +209,21 @@ class CostMeter:
         if len(near) < 2:
             return
         samples: dict[Precision, list[float]] = {precision: [] for precision in near}
-        for way in (1, -1, 1, -1):
+        for way in (1, -1):
             for precision in near[::way]:
                 target, _ = self.runners(precision)
-                random, plain = _Random(target.vocab_size, target.device), [0] * (_SETTLING + -(-self.repeats // 4))
-                times = self._rounds_s(target, random, batch, plain, self._settings(Attention()))
+                plain, times = _Turn(_Random(target.vocab_size, target.device), self._settings(), 0), list[float]()
+                self._run(target, plain.draft, batch, [plain] * (_SETTLING + -(-self.repeats // 2)), times)
                 samples[precision] += times[_SETTLING:]
         for precision, part in samples.items():
             factor = float(np.median(part)) / cells[precision][0]
             self.table.round_s[precision, batch] = [factor * seconds for seconds in cells[precision]]
 
-    def _half(self, warm_up: Sequence[float], turns: int) -> int:
-        """Rounds of half a turn: such that so many turns take a cell's time, going by the seconds of rounds before them."""
-        most = -(-self.repeats // 2)
-        if self.cell_s is None:
-            return most
-        return max(1, min(most, int(self.cell_s / (2 * turns * float(np.mean(warm_up))))))
-
-    def _settings(self, attention: Attention, compiled: Compile = "off") -> Settings:
+    def _settings(self, attention: Attention | None = None, compiled: Compile = "off") -> Settings:
         return Settings(
             rule="exact",
             draft_length=MAX_DRAFT_LENGTH,
-            attention=attention,
+            attention=attention or Attention(),
             compile=compiled,
             cuda_graphs=self.cuda_graphs,
         )
@@ -261,17 +276,3 @@ class CostMeter:
             synchronise(device)
             samples.append(self.clock() - began)
         return float(np.median(samples[1:]))
-
-
-def _rounds(turns: Sequence[int], half: int) -> list[int]:
-    """The lengths of rounds in which each of `turns` has one, of which the first half is not counted."""
-    return [length for length in turns for _ in range(2 * half)]
-
-
-def _settled(turns: Sequence[int], half: int, times: Sequence[float], lengths: Sequence[int]) -> list[list[float]]:
-    """For each length the seconds of the second half of its turns."""
-    samples: dict[int, list[float]] = {length: [] for length in lengths}
-    for place, length in enumerate(turns):
-        end = 2 * half * (place + 1)
-        samples[length] += times[end - half : end]
-    return list(samples.values())
