@@ -52,7 +52,12 @@ from .workloads import find_task
 @click.option("--cuda-graphs/--no-cuda-graphs", default=True, help="On a GPU, replay short passes as CUDA graphs.")
 @click.option("--max-draft-length", type=int, default=8, help="Most drafted tokens a round.")
 @click.option("--max-new-tokens", type=int, default=64, help="Length of the texts that are traced and decoded.")
-@click.option("--texts", type=int, default=16, help="Prompts of each half of the workload.")
+@click.option(
+    "--texts",
+    type=int,
+    default=None,
+    help="Prompts of each half of the workload. [default: 16, fewer where reading them outlasts the budget]",
+)
 @sampling_options
 @click.option("--seed", type=int, default=0, help="Seed of the sampler, the texts and the live runs.")
 @click.option(

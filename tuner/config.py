@@ -33,7 +33,7 @@ class SearchConfig(Model):
     dataset: str | None = None
     sampling: Sampling | None = None  # None: the task's own
     max_new_tokens: int = Field(64, ge=8, le=4096)
-    texts: int = Field(16, ge=2, le=512)  # prompts traced in each half
+    texts: int | None = Field(None, ge=2, le=512)  # prompts traced in each half; None: 16, or what the budget holds
     max_quality_loss: float = Field(0.05, ge=0.0, le=10.0)
     budget_s: float = Field(300.0, ge=10.0)
     trials: int = Field(600, ge=1)

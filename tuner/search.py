@@ -31,9 +31,19 @@ from .screening import fastest_dense, narrow
 from .search_space import SearchSpace, build_space
 from .selection import to_confirm
 from .sparse_choices import narrow_attentions, offer
-from .stages import Work, make_meter, make_traces, measure_costs, measure_live, middle_context, search_trials, trace_chosen
+from .stages import (
+    Work,
+    make_meter,
+    make_traces,
+    measure_costs,
+    measure_live,
+    middle_context,
+    search_trials,
+    texts_in_budget,
+    trace_chosen,
+)
 from .store import RunFolder, held, new_folder, refuse_changes, unfinished_folder
-from .workloads import Workload, load_workload
+from .workloads import MOST_TEXTS, Workload, load_workload
 
 #: share of the machine that others may use before the numbers are called disturbed
 _BUSY_SHARE = 0.25
@@ -71,8 +81,7 @@ class Search:
         self.out, self.resume = out, resume
         self.began = monotonic()
         self.timings: dict[str, float] = {}
-        #: seconds of a plain step of the reference, where precisions were screened
-        self.workload: Workload = load_workload(config.task, config.prompts, config.dataset, config.texts)
+        self.workload: Workload = load_workload(config.task, config.prompts, config.dataset, config.texts or MOST_TEXTS)
         self.sampling: Sampling = config.sampling or self.workload.task.sampling
         self.hardware: HardwareInfo = detect_hardware()
         self.pool = ModelPool(config, reporter.say)
@@ -197,6 +206,11 @@ class Search:
         if not self.resume and self.space.attentions != ("dense",):
             self.space = narrow_attentions(self.space, self.pool, middle_context(self.work), self.reporter.say)
         self.work = replace(self.work, space=self.space)
+        if self.resume:
+            self.workload = self.workload.first(folder.manifest().workload["search"])
+        elif self.config.texts is None:
+            self.workload = self.workload.first(texts_in_budget(self.work))
+        self.work = replace(self.work, workload=self.workload)
 
     def _workload_note(self) -> dict[str, Any]:
         return {

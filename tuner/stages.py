@@ -41,6 +41,7 @@ _LIVE_SHARE = 0.5
 _LEAST_TRIALS = 300
 #: share of the budget that the cost table may take, and the fewest times that it repeats a round
 _COST_SHARE = 0.15
+_READING_SHARE, _LEAST_TEXTS, _CONFIRMED_FORMATS, _WARM_UP_TOKENS = 0.5, 4, 2, 32
 #: seconds of the budget that are kept for what follows the live runs
 _END_S = 10.0
 
@@ -118,6 +119,26 @@ def middle_context(work: Work) -> int:
     """Tokens of the middle prompt of the search half, with half of an answer."""
     lengths = sorted(map(len, _prompts(work, work.workload.search)))
     return lengths[len(lengths) // 2] + work.config.max_new_tokens // 2
+
+
+def texts_in_budget(work: Work) -> int:
+    """How many texts of each half can be read as often as a search reads them, in half of the budget: drawn, traced in each
+    format of the space, and confirmed with their references in about two. Says so where it is fewer than there are."""
+    have, prompts = max(len(work.workload.search), len(work.workload.confirm)), _prompts(work, work.workload.search)
+    middle, target = sorted(prompts, key=len)[len(prompts) // 2], work.pool.decoder(work.reference).target
+    target.start([middle[:_WARM_UP_TOKENS]], _WARM_UP_TOKENS + 1)
+    began = monotonic()
+    target.start([middle], len(middle) + 1)
+    read_s = monotonic() - began
+    known = any(item.reference for item in work.workload.confirm)
+    reads = 2 + len(work.space.precisions) * len(work.space.attentions) + _CONFIRMED_FORMATS * (2 if known else 1)
+    fitting = max(_LEAST_TEXTS, int(_READING_SHARE * work.config.budget_s / (reads * read_s)))
+    if fitting < have:
+        work.reporter.say(
+            f"reading {have} texts of each half takes about {have * reads * read_s / 60:.0f} min of a budget of "
+            f"{work.config.budget_s / 60:.0f}: {fitting} are used; more --budget, or --texts, narrows the intervals"
+        )
+    return fitting
 
 
 def _prompts(work: Work, items: Sequence[Item]) -> list[list[int]]:

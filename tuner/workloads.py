@@ -16,6 +16,10 @@ from lossyspec.settings import Sampling
 Messages = list[dict[str, str]]
 
 
+#: prompts of each half where nothing else is asked for
+MOST_TEXTS = 16
+
+
 @dataclass(frozen=True)
 class Task:
     """A kind of work. files: bundled prompts. unsuitable: why relaxing it is wrong (None: it may be relaxed)."""
@@ -44,6 +48,11 @@ class Workload:
     search: tuple[Item, ...]
     confirm: tuple[Item, ...]
     sha256: str
+
+    def first(self, count: int) -> Workload:
+        """With at most so many prompts in each half."""
+        search, confirm = self.search[:count], self.confirm[:count]
+        return Workload(self.task, self.source, search, confirm, _hash(search + confirm))
 
 
 TASKS: dict[str, Task] = {
@@ -205,7 +214,9 @@ def _from_dataset(name: str, limit: int) -> list[Item]:
     return items
 
 
-def load_workload(task_name: str, prompts: Path | None = None, dataset: str | None = None, texts: int = 16) -> Workload:
+def load_workload(
+    task_name: str, prompts: Path | None = None, dataset: str | None = None, texts: int = MOST_TEXTS
+) -> Workload:
     """The prompts of a search: the task's own, a JSONL file, or a data set; at most `texts` in each half.
 
     Every second prompt is kept for the confirmation. Raises ConfigurationError for a wrong name, file, row, or fewer
