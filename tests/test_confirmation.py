@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_selection import measurement, point
 
+from lossyspec.records import BlockRecord
 from lossyspec.settings import Settings
+from lossyspec.tuner import confirmation
 from lossyspec.tuner.confirmation import _on_references, schedule
 
 #: predicted speed-up and perplexity ratio by batch and draft length
@@ -62,3 +65,30 @@ def test_a_reference_of_probability_0_leaves_no_loss_on_references(ratio: float,
     )
     assert _on_references(replay, Settings()) == ("loss" if kept else None)
     assert _on_references(None, Settings()) is None
+
+
+def test_the_drift_alarm_scores_a_few_texts_of_each_contestant_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a batch size of 4 scoring all texts, and plain decoding's beside each contestant, took 80 s of a search."""
+    read: list[tuple[int, ...]] = []
+
+    def logits(runner: Any, prompt: list[int], output: list[int]) -> Any:
+        read.append(tuple(prompt))
+        yield torch.zeros(len(output), 8)
+
+    monkeypatch.setattr(confirmation, "text_logits", logits)
+    pool: Any = SimpleNamespace(decoder=lambda precision: SimpleNamespace(target=None))
+    prompts = [[index] for index in range(16)]
+    score = confirmation.generated_perplexity(pool, "fp32", prompts, 0.7)
+    records = {
+        name: [
+            BlockRecord(
+                block=block, forward=True, contestant=name, batch_size=4, tokens=12, total_s=1.0, decode_s=1.0, rounds=12,
+                first_token_s=None, outputs=((1, 2, 3),) * 4,
+            )
+            for block in range(10)
+        ]
+        for name in ("1", "2")
+    }  # fmt: skip
+    for name in ("1", "2", "1"):
+        assert score(records[name]) == pytest.approx(8.0)  # a uniform law over 8 tokens
+    assert read == [(index,) for index in range(8)] * 2  # 2 blocks of 4 texts each, of each contestant

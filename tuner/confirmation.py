@@ -20,8 +20,8 @@ from .selection import recommend, verdict
 from .study import SAMPLER
 from .trace import Trace, text_logits
 
-#: blocks whose outputs are scored for the drift alarm
-_DRIFT_BLOCKS = 8
+#: texts of a contestant that are scored for the drift alarm, in whole blocks
+_DRIFT_TEXTS = 8
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,17 @@ def generated_perplexity(
 ) -> Callable[[Sequence[BlockRecord]], float]:
     """Perplexity of outputs under the target at the request's temperature: a drift alarm, which a cold draft can lower."""
     runner = pool.decoder(precision).target
-    scale = temperature or 1.0
+    scale, known = temperature or 1.0, dict[str, float]()
 
     def score(records: Sequence[BlockRecord]) -> float:
+        first = records[0]
+        if first.contestant not in known:  # plain decoding is what all others are held against
+            known[first.contestant] = scored(records[: max(1, _DRIFT_TEXTS // first.batch_size)])
+        return known[first.contestant]
+
+    def scored(records: Sequence[BlockRecord]) -> float:
         total, count = 0.0, 0
-        for record in records[:_DRIFT_BLOCKS]:
+        for record in records:
             for row, output in enumerate(record.outputs):
                 prompt = prompts[(record.block * record.batch_size + row) % len(prompts)]
                 place = 0
