@@ -14,6 +14,9 @@ struct Query {
     int64_t first, end;
 };
 
+// Of the slots that a token sees from its own; window 0: all.
+inline int64_t first_seen(int64_t slot, int64_t window) { return window && slot + 1 > window ? slot + 1 - window : 0; }
+
 // What a query has of a chunk, or of all until there: the sum of weighted values (size), then the largest score, and the sum of
 // weights relative to it.
 inline int64_t part_numbers(int64_t size) { return size + 2; }
@@ -194,8 +197,8 @@ struct Attention {
             const int64_t first = piece * ROWS, some = count - first < ROWS ? count - first : ROWS;
             for (int64_t n = 0; n < some * group; n++) {
                 const int64_t token = first + n / group, slot = starts[row] + token;
-                asked[n] = {states + (row * count + token) * wide + (head * group + n % group) * size,
-                            window && slot + 1 > window ? slot + 1 - window : 0, slot + 1};
+                asked[n] = {states + (row * count + token) * wide + (head * group + n % group) * size, first_seen(slot, window),
+                            slot + 1};
             }
             const auto attend = [&](int64_t chunk, float* parts) {
                 const int64_t last = asked[some * group - 1].end, begin = chunk * CHUNK;
@@ -225,7 +228,7 @@ struct Attention {
             const int64_t token = index / heads, head = index % heads, row = token / count, n = token % count;
             const int64_t piece = n / ROWS, task = (row * pieces + piece) * kv_heads + head / group;
             const int64_t slot = starts[row] + piece * ROWS, query = n % ROWS * group + head % group;
-            const int64_t from = (window && slot + 1 > window ? slot + 1 - window : 0) / CHUNK;
+            const int64_t from = first_seen(slot, window) / CHUNK;
             nothing_seen(seen);
             for (int64_t chunk = from; chunk * CHUNK <= starts[row] + n; chunk++)
                 fold(seen, shared + ((task * chunks + chunk) * queries + query) * numbers, size);

@@ -186,10 +186,10 @@ class CostMeter:
             yield from [turn for turn in turns for _ in range(2 * half)]
 
         self._run(target, draft, batch, plan(), times)
-        times, samples = times[len(kinds) * _WARM_UP :], dict[_Turn, list[float]]()
+        samples: dict[_Turn, list[float]] = {kind: [] for kind in kinds}
         for place, turn in enumerate(turns):
-            end = 2 * half * (place + 1)
-            samples.setdefault(turn, []).extend(times[end - half : end])
+            end = len(kinds) * _WARM_UP + 2 * half * (place + 1)
+            samples[turn] += times[end - half : end]
         return samples
 
     def _half(self, warm_up: Sequence[float], turns: int) -> int:
