@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lossyspec.cost_table import CostTable
 from lossyspec.errors import ConfigurationError
 from lossyspec.records import BlockRecord, Front, FrontPoint, RunManifest, TrialRecord, read_record, read_records
-
-from .costs import Costs, read_costs
 
 NO_REASON = "no reason recorded"
 
@@ -42,7 +41,7 @@ class Run:
     trials: tuple[TrialRecord, ...]
     front: Front | None
     blocks: tuple[BlockRecord, ...] = ()
-    costs: Costs | None = None
+    costs: CostTable | None = None
 
     @property
     def device(self) -> str:
@@ -107,7 +106,7 @@ def load_run(folder: Path) -> Run:
         (record.block, record.contestant): record for record in read_records(folder / "measurements.jsonl", BlockRecord)
     }  # a block that was cut off and run again is stored twice
     costs_path = folder / "costs.json"
-    costs = read_costs(costs_path) if costs_path.exists() else None
+    costs = CostTable.read(costs_path) if costs_path.exists() else None
     return Run(folder, manifest, trials, front, tuple(blocks.values()), costs)
 
 

@@ -14,6 +14,7 @@ import torch
 from conftest import tiny_model
 
 from lossyspec.compiled import CompiledStack
+from lossyspec.cost_table import CostTable
 from lossyspec.drafting import ModelDraft, Request
 from lossyspec.errors import ConfigurationError
 from lossyspec.ngram_drafting import NgramDraft
@@ -21,7 +22,6 @@ from lossyspec.runner import Runner
 from lossyspec.settings import NgramSettings, Precisions, Sampling, Settings
 from lossyspec.tuner.measurement import costs
 from lossyspec.tuner.measurement.clock import synchronise
-from lossyspec.tuner.measurement.cost_table import CostTable
 from lossyspec.tuner.measurement.costs import CostMeter
 from lossyspec.tuner.objective import Objective
 from lossyspec.tuner.replay import Flow
@@ -97,9 +97,9 @@ def test_a_compiled_target_has_cells_of_its_own_and_the_seconds_of_its_compilati
     older = {name: value for name, value in meter.table.dump().items() if name != "compile_s"}
     (tmp_path / "older.json").write_text(json.dumps(older))
     assert CostTable.read(tmp_path / "older.json").compile_s == {}
-    older |= {"schema": "lossytune.costs/1", "draft_step_s": {"fp32/1": 0.1}}  # one number a step: measured anew
+    older |= {"schema": "lossytune.costs/1", "draft_step_s": {"fp32/1": 0.1}}  # one number a step
     (tmp_path / "older.json").write_text(json.dumps(older))
-    assert CostTable.read(tmp_path / "older.json").draft_s == {}
+    assert CostTable.read(tmp_path / "older.json").draft_s["fp32", 1][:3] == [0.0, 0.1, 0.2]
     assert CostTable.read(tmp_path / "older.json").round_s == meter.table.round_s
 
 

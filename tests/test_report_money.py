@@ -14,11 +14,11 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 from report_runs import Machine, write_machine
 
+from lossyspec.cost_table import CostTable
 from lossyspec.errors import ConfigurationError
 from lossyspec.records import Estimate
 from lossyspec.reports.capacity import Demand, Service, devices_needed, latencies_s, make_demand, p95_latency_s, services
 from lossyspec.reports.compare import comparability, footnotes, groups, ranking, refusals, separable, unlike
-from lossyspec.reports.costs import read_costs
 from lossyspec.reports.load import Run, load_run
 from lossyspec.reports.prices import PriceTerms, cost_per_million, origin_text, parse_pairs, price_devices, price_terms
 from lossyspec.settings import Sampling
@@ -261,16 +261,16 @@ def test_no_figure_of_the_user_is_dropped_in_silence(values: dict[str, Any], sai
 def test_a_cost_that_nobody_can_have_measured_is_refused(tmp_path: Path, field: str, value: Any) -> None:
     table = {"schema": "lossytune.costs/1", "context": 8, "round_s": {"fp32/1": [0.1]}, "lookup_s": {"1": [0.0]}}
     (tmp_path / "costs.json").write_text(json.dumps(table))
-    assert read_costs(tmp_path / "costs.json").context_tokens == 8
+    assert CostTable.read(tmp_path / "costs.json").context_tokens == 8
     newer = table | {"schema": "lossytune.costs/2", "draft_s": {"fp32/1": [0.0, 0.5]}}
     older = table | {"draft_step_s": {"fp32/1": 0.25}}
-    for data, drafting in ((newer, (0.0, 0.5)), (older, tuple(0.25 * count for count in range(17)))):
+    for data, drafting in ((newer, [0.0, 0.5]), (older, [0.25 * count for count in range(17)])):
         (tmp_path / "costs.json").write_text(json.dumps(data))
-        assert read_costs(tmp_path / "costs.json").draft_s == {("fp32", 1): drafting}
+        assert CostTable.read(tmp_path / "costs.json").draft_s == {("fp32", 1): drafting}
     table[field] = {"fp32/1" if field == "round_s" else "1": [value]}
     (tmp_path / "costs.json").write_text(json.dumps(table))
     with pytest.raises(ConfigurationError, match=r"costs\.json: not a cost table"):
-        read_costs(tmp_path / "costs.json")
+        CostTable.read(tmp_path / "costs.json")
 
 
 def test_runs_at_two_places_are_read(tmp_path: Path) -> None:

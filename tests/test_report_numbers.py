@@ -12,9 +12,9 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 from report_runs import CACHED, NEW_TOKENS, PARAMETERS, Machine, write_machine
 
+from lossyspec.cost_table import CostTable
 from lossyspec.errors import ConfigurationError
 from lossyspec.records import BlockRecord, Estimate
-from lossyspec.reports.costs import read_costs
 from lossyspec.reports.importance import explained, grouped, knob_importance
 from lossyspec.reports.load import Run, load_run
 from lossyspec.reports.serving import (
@@ -99,7 +99,7 @@ def test_a_block_that_was_run_again_counts_once(tmp_path: Path) -> None:
 
 def test_costs_are_read_by_precision_and_batch(tmp_path: Path) -> None:
     machine = Machine()
-    costs = read_costs(write_machine(tmp_path, machine, count=10) / "costs.json")
+    costs = CostTable.read(write_machine(tmp_path, machine, count=10) / "costs.json")
     assert costs.context_tokens == 200
     assert costs.round_s["bf16", 4][2] == pytest.approx(machine.pass_s("bf16", 4, 3))
     assert costs.lookup_s[16][3] == pytest.approx(16 * 3 * 1e-5)
@@ -109,7 +109,7 @@ def test_costs_are_read_by_precision_and_batch(tmp_path: Path) -> None:
 def test_another_file_is_no_cost_table(tmp_path: Path, text: str) -> None:
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ConfigurationError, match=r"costs\.json: "):
-        read_costs(tmp_path / "costs.json")
+        CostTable.read(tmp_path / "costs.json")
 
 
 def test_the_fastest_within_the_limit_serves_each_batch_size(run: Run) -> None:

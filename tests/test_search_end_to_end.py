@@ -14,17 +14,17 @@ import pytest
 from conftest import save_tiny, tiny_config, tiny_tokenizer
 from test_text_drafting import pair_tokenizer
 
+from lossyspec.cost_table import CostTable
 from lossyspec.decoder import Decoder
 from lossyspec.errors import ConfigurationError, NoFeasiblePoint
 from lossyspec.profile import known_profiles, read_profile
 from lossyspec.records import BlockRecord, Front, RunManifest, TrialRecord, read_record, read_records
 from lossyspec.reports.build import build_report
 from lossyspec.settings import Sampling
-from lossyspec.tuner import stages
+from lossyspec.tuner import texts
 from lossyspec.tuner.cli import main
 from lossyspec.tuner.config import SearchConfig, make_config
 from lossyspec.tuner.laws import BinnedLaw
-from lossyspec.tuner.measurement.cost_table import CostTable
 from lossyspec.tuner.progress import Reporter
 from lossyspec.tuner.search import Result, Search
 from lossyspec.tuner.study import FIRST_ALPHAS
@@ -287,17 +287,17 @@ def test_a_search_reads_as_many_texts_as_its_budget_holds_and_resumes_with_as_ma
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, trials = tmp_path / "run", tmp_path / "run" / "trials.jsonl"
-    monkeypatch.setattr(stages, "_LEAST_TEXTS", 2)
-    monkeypatch.setattr(stages, "_READING_SHARE", 0.0)
+    monkeypatch.setattr(texts, "_LEAST_TEXTS", 2)
+    monkeypatch.setattr(texts, "_READING_SHARE", 0.0)
     with pytest.raises(KeyboardInterrupt):
         search(place, out, texts=None, stop=lambda: len(lines_of(trials)) >= 1)
     said = capsys.readouterr().err
     assert "reading 4 texts of each half takes about" in said and "2 are used; more --budget, or --texts" in said
-    monkeypatch.setattr(stages, "_READING_SHARE", 1e6)
+    monkeypatch.setattr(texts, "_READING_SHARE", 1e6)
     result = search(place, out, texts=None, resume=True)
     assert (result.manifest.workload["search"], result.manifest.workload["confirm"]) == (2, 2)
     plenty = Search(config_of(place, texts=None), Reporter()).work
-    assert stages.texts_in_budget(plenty) >= 4
+    assert texts.texts_in_budget(plenty) >= 4
     assert len(load_trace(out / "trace.safetensors")["search"].texts.prompts) == 2
 
 

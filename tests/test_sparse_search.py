@@ -14,6 +14,7 @@ from test_decoding import lively_model
 from test_search_end_to_end import search, trials_of, write_prompts
 from test_sparse import tokens_of
 
+from lossyspec.cost_table import CostTable
 from lossyspec.decoder import Decoder
 from lossyspec.decoding import Job, decode
 from lossyspec.errors import ConfigurationError
@@ -27,7 +28,6 @@ from lossyspec.stats import Stats
 from lossyspec.stopping import Stopping
 from lossyspec.tuner import sparse_choices
 from lossyspec.tuner.config import make_config
-from lossyspec.tuner.measurement.cost_table import CostTable
 from lossyspec.tuner.measurement.costs import CostMeter
 from lossyspec.tuner.replay import Replay, certificate
 from lossyspec.tuner.screening import Times

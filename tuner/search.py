@@ -32,17 +32,16 @@ from .search_space import SearchSpace, build_space
 from .selection import to_confirm
 from .sparse_choices import narrow_attentions, offer
 from .stages import (
-    Work,
     make_meter,
     make_traces,
     measure_costs,
     measure_live,
-    middle_context,
     search_trials,
-    texts_in_budget,
     trace_chosen,
 )
 from .store import RunFolder, held, new_folder, refuse_changes, unfinished_folder
+from .texts import middle_context, texts_in_budget
+from .work import Work
 from .workloads import MOST_TEXTS, Workload, load_workload
 
 #: share of the machine that others may use before the numbers are called disturbed

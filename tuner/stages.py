@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from time import monotonic
 
+from lossyspec.cost_table import CostTable
 from lossyspec.drafting import CompactDraft, Draft
 from lossyspec.hardware import HardwareInfo, used_gpu
 from lossyspec.nvml import nvml_session
-from lossyspec.prompts import Prompt, prompt_ids
 from lossyspec.records import BlockRecord, TrialRecord
 from lossyspec.runner import Runner
 from lossyspec.self_drafting import SelfDraft
-from lossyspec.settings import Attention, Compile, Precision, Sampling, Settings, format_of
+from lossyspec.settings import Attention, Compile, Precision, format_of
 
-from .config import SearchConfig
-from .measurement.cost_table import CostTable
 from .measurement.costs import CostMeter
 from .measurement.energy import find_energy_meter
 from .measurement.live import Contestant, measure_blocks
-from .models import ModelPool
 from .objective import Objective
-from .progress import Reporter
-from .search_space import SearchSpace
 from .store import RunFolder
 from .study import Limits, Study
-from .trace import Texts, Trace, Tracer, reference_texts
+from .texts import sampled_texts
+from .trace import Trace, Tracer
 from .trace_files import load_trace, save_trace
-from .workloads import Item, Workload
+from .work import Work
 
 #: what the target and the draft run in
 Format = tuple[Precision, Attention]
@@ -41,25 +36,8 @@ _LIVE_SHARE = 0.5
 _LEAST_TRIALS = 300
 #: share of the budget that the cost table may take, and the fewest times that it repeats a round
 _COST_SHARE = 0.15
-_READING_SHARE, _LEAST_TEXTS, _CONFIRMED_FORMATS, _WARM_UP_TOKENS = 0.5, 4, 2, 32
 #: seconds of the budget that are kept for what follows the live runs
 _END_S = 10.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """What all stages share. reference: the precision that perplexity ratios are against. began: when the search did."""
-
-    config: SearchConfig
-    workload: Workload
-    sampling: Sampling
-    hardware: HardwareInfo
-    pool: ModelPool
-    space: SearchSpace
-    reference: Precision
-    reporter: Reporter
-    stop: Callable[[], bool]
-    began: float
 
 
 def make_traces(work: Work, folder: RunFolder) -> dict[str, Trace]:
@@ -69,7 +47,7 @@ def make_traces(work: Work, folder: RunFolder) -> dict[str, Trace]:
         work.reporter.say("trace: from the run folder")
         return load_trace(folder.trace)
     tracer = _tracer(work)
-    traces = {half: tracer.begin(part, work.reference) for half, part in _sampled_texts(work).items()}
+    traces = {half: tracer.begin(part, work.reference) for half, part in sampled_texts(work).items()}
     formats = itertools.product(work.space.precisions, map(Attention.named, work.space.attentions))
     _add(work, {"search": traces["search"]}, dict.fromkeys(formats, work.space.taus))
     save_trace(folder.trace, traces)
@@ -113,69 +91,6 @@ def _traced_draft(draft: Draft, attention: Attention) -> Runner | CompactDraft |
     if isinstance(draft, SelfDraft):
         return draft.seeing(attention) if attention.side == "draft" else None
     return draft if isinstance(draft, CompactDraft) else getattr(draft, "runner", None)
-
-
-def middle_context(work: Work) -> int:
-    """Tokens of the middle prompt of the search half, with half of an answer."""
-    lengths = sorted(map(len, _prompts(work, work.workload.search)))
-    return lengths[len(lengths) // 2] + work.config.max_new_tokens // 2
-
-
-def texts_in_budget(work: Work) -> int:
-    """How many texts of each half can be read as often as a search reads them, in half of the budget: drawn, traced in each
-    format of the space, and confirmed with their references in about two. Says so where it is fewer than there are."""
-    have, prompts = max(len(work.workload.search), len(work.workload.confirm)), _prompts(work, work.workload.search)
-    middle, target = sorted(prompts, key=len)[len(prompts) // 2], work.pool.decoder(work.reference).target
-    target.start([middle[:_WARM_UP_TOKENS]], _WARM_UP_TOKENS + 1)
-    began = monotonic()
-    target.start([middle], len(middle) + 1)
-    read_s = monotonic() - began
-    known = any(item.reference for item in work.workload.confirm)
-    reads = 2 + len(work.space.precisions) * len(work.space.attentions) + _CONFIRMED_FORMATS * (2 if known else 1)
-    fitting = max(_LEAST_TEXTS, int(_READING_SHARE * work.config.budget_s / (reads * read_s)))
-    if fitting < have:
-        work.reporter.say(
-            f"reading {have} texts of each half takes about {have * reads * read_s / 60:.0f} min of a budget of "
-            f"{work.config.budget_s / 60:.0f}: {fitting} are used; more --budget, or --texts, narrows the intervals"
-        )
-    return fitting
-
-
-def _prompts(work: Work, items: Sequence[Item]) -> list[list[int]]:
-    tokenizer = work.pool.decoder(work.reference).tokenizer
-    return [prompt_ids(tokenizer, _as_prompt(item)) for item in items]
-
-
-def _as_prompt(item: Item) -> Prompt:
-    """A single user message as a plain string, which a model without a chat template can read too."""
-    first, *more = item.messages
-    return first["content"] if first["role"] == "user" and not more else item.messages
-
-
-def _sampled_texts(work: Work) -> dict[str, Texts]:
-    """Texts drawn from the reference target itself for both halves, and the references of the confirmation half."""
-    decoder, limit = work.pool.decoder(work.reference), work.config.max_new_tokens
-    full = Sampling(temperature=work.sampling.temperature)
-    plain = Settings(draft_length=0, cuda_graphs=work.config.cuda_graphs)
-    texts: dict[str, Texts] = {}
-    for half, items, seed in (("search", work.workload.search, 1), ("confirm", work.workload.confirm, 2)):
-        work.reporter.say(f"sampling {len(items)} texts of at most {limit} tokens from the target ({half} half)")
-        prompts = _prompts(work, items)
-        drawn = decoder.generate_ids(
-            prompts, limit, seed=1000 * work.config.seed + seed, settings=plain, **full.model_dump()
-        )
-        texts[half] = Texts(
-            prompts, [answer.tokens for answer in drawn], [answer.finish_reason == "length" for answer in drawn]
-        )
-    known = [
-        (prompt, item.reference)
-        for prompt, item in zip(texts["confirm"].prompts, work.workload.confirm, strict=True)
-        if item.reference
-    ]
-    if known and work.sampling.temperature > 0:
-        ids = [decoder.tokenizer(reference, add_special_tokens=False)["input_ids"] for _, reference in known]
-        texts["references"] = reference_texts([prompt for prompt, _ in known], ids, limit)
-    return texts
 
 
 def make_meter(work: Work, trace: Trace) -> CostMeter:

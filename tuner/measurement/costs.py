@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from lossyspec.cost_table import CostTable
 from lossyspec.decoding import Batch
 from lossyspec.drafting import CompactDraft, Draft, Proposal, Request, StatelessDraft
 from lossyspec.ngram_drafting import NgramDraft
@@ -23,7 +24,6 @@ from lossyspec.stopping import Stopping
 from lossyspec.verification import judge
 
 from .clock import Clock, default_clock, synchronise
-from .cost_table import CostTable
 
 _WARM_UP = 2
 REPEATS = 24
@@ -103,7 +103,7 @@ class CostMeter:
         """Rounds of the real loop, each as the plan says; their seconds go to `times`. draft: whose state is kept beside the
         target's. After random tokens a row takes back what it wrote: so the context stays as it is, and the draft's state is
         right when its turn comes again. The prompts are read once, which is what takes longest with long ones."""
-        room, context = MAX_DRAFT_LENGTH + 2 + (0 if isinstance(draft, _Random) else _TOKENS), self.table.context
+        room, context = MAX_DRAFT_LENGTH + 2 + (0 if isinstance(draft, _Random) else _TOKENS), self.table.context_tokens
         if target.position_limit is not None:  # near the end of the positions, the context gives way to the rounds
             room = min(room, target.position_limit - 2)
             context = min(context, target.position_limit - room)
@@ -231,7 +231,7 @@ class CostMeter:
     def lookup_s(self, batch: int) -> list[float]:
         """Median seconds of drafting at most 0, 1, .. tokens by n-gram in each row of a batch."""
         if batch not in self.table.lookup_s:
-            rows, medians = self._rows(batch, self.table.context), [0.0]
+            rows, medians = self._rows(batch, self.table.context_tokens), [0.0]
             choice = Choice(self.sampling, torch.Generator())
             draft = NgramDraft()
             for length in range(1, self.max_draft_length + 1):
