@@ -124,8 +124,15 @@ def test_bf16_weights_are_multiplied_with_16_bits_of_an_activation(count: int, w
     x = torch.randn(count, width)
     got, bound = products.times(x, products.pack16(weight)), x.abs().double() @ weight.abs().double().T
     assert bool(((got - x.double() @ weight.double().T).abs() <= 2**-16 * bound).all())
-    for row in range(count):
-        assert torch.equal(products.times(x[row : row + 1], products.pack16(weight)), got[row : row + 1])
+    assert_alone_as_in_company(x, products.pack16(weight))
+
+
+def assert_alone_as_in_company(x: Tensor, blocks: products.Blocks) -> None:
+    """A row's product is the same to the bit whatever rows are beside it."""
+    for count in range(1, len(x) + 1):
+        got = products.times(x[:count], blocks)
+        for row in range(count):
+            assert torch.equal(products.times(x[row : row + 1], blocks), got[row : row + 1])
 
 
 @compiled
@@ -443,7 +450,7 @@ def test_cpus_without_newer_instructions_get_the_same_numbers(
         pytest.skip(f"this CPU has no {needs}")
     parts = [matrix(each, 100, 192) for each in (Int4, Int8)]
     weight = torch.randn(100, 230).bfloat16()
-    x, wide, found = torch.randn(5, 192), torch.randn(5, 230), []
+    x, wide, found = torch.randn(11, 192), torch.randn(11, 230), []
     runner, _ = pair("qwen3", "int4-int8")
     for old in (False, True):
         if old:
@@ -454,6 +461,8 @@ def test_cpus_without_newer_instructions_get_the_same_numbers(
                 monkeypatch.setattr(build, "instruction_sets", lambda: ["avx2"])
         build.library.cache_clear()
         assert build.library() is not None
+        for blocks, rows in ((parts[0].packed, x), (parts[1].packed, x), (products.pack16(weight), wide)):
+            assert_alone_as_in_company(rows, blocks)
         assert runner._fused is not None
         runner._native = NativeStack(runner._fused)
         runner.start([[5, 6, 7], [3, 4]], 16)

@@ -57,29 +57,21 @@ inline void block8(const uint8_t* block, int64_t ahead, const Digits& x, int64_t
     for (int n = 0; n < N; n++) result[n] = scaled8(block, first[n], second[n], x.units[row + n]);
 }
 
+// Two chains of sums whatever N is: floats are added in one order in any company.
 template <int N>
 inline void block16(const uint8_t* block, int64_t ahead, const Digits& x, int64_t row, Floats* result) {
-    constexpr int CHAINS = N < 3 ? 2 : 1;  // of even and of odd inputs each
     const float* values = x.values + row * x.width;
-    Floats even[N * CHAINS] = {}, odd[N * CHAINS] = {};
-    auto step = [&](int64_t i, int chain) {
+    Floats even[N] = {}, odd[N] = {};
+    for (int64_t i = 0; i < x.width; i += 2, block += 4 * LANES) {
         __builtin_prefetch(block + ahead, 0, 2);
         const Ints pairs = *(const LooseInts*)block;
         const Floats one = (Floats)(pairs << 16), other = (Floats)(pairs & (int32_t)0xffff0000);
         for (int n = 0; n < N; n++) {
-            even[n + N * chain] += one * values[n * x.width + i];
-            odd[n + N * chain] += other * values[n * x.width + i + 1];
+            even[n] += one * values[n * x.width + i];
+            odd[n] += other * values[n * x.width + i + 1];
         }
-        block += 4 * LANES;
-    };
-    int64_t i = 0;
-    for (; i + 2 * CHAINS <= x.width; i += 2 * CHAINS)
-        for (int chain = 0; chain < CHAINS; chain++) step(i + 2 * chain, chain);
-    for (; i < x.width; i += 2) step(i, 0);
-    for (int n = 0; n < N; n++) {
-        result[n] = even[n] + odd[n];
-        for (int chain = 1; chain < CHAINS; chain++) result[n] += even[n + N * chain] + odd[n + N * chain];
     }
+    for (int n = 0; n < N; n++) result[n] = even[n] + odd[n];
 }
 
 const Block BLOCKS8[] = {block8<1>, block8<2>, block8<3>, block8<4>, block8<5>, block8<6>, block8<7>, block8<8>};
