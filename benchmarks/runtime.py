@@ -28,30 +28,31 @@ def settings_of(precision: Precision, draft_length: int) -> Settings:
     return Settings(draft_length=draft_length, precision=Precisions(target=precision))
 
 
-def llama_cpp(path: Path, sampling: Sampling, tokens: int) -> Run:
+def llama_cpp(path: Path, sampling: Sampling, tokens: int) -> dict[str, Run]:
     """llama.cpp through llama-cpp-python, which the project does not need otherwise: plain decoding of a GGUF file, on as
-    many threads as torch has; each prompt is read anew."""
+    many threads as torch has; each prompt is read anew. Greedy too: its draws from a whole vocabulary sort that first."""
     import torch
     from llama_cpp import Llama
 
     threads = torch.get_num_threads()
     model = Llama(str(path), n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
 
-    def run(prompts: list[list[int]], seed: int) -> BlockRecord:
+    def run(prompts: list[list[int]], seed: int, temperature: float) -> BlockRecord:
         (prompt,) = prompts
         model.reset()
         model.set_seed(seed)
         began, output = perf_counter(), []
-        stream = model.generate(
-            prompt, top_k=0, top_p=1.0, min_p=0.0, temp=sampling.temperature, repeat_penalty=1.0, reset=True
-        )
+        stream = model.generate(prompt, top_k=0, top_p=1.0, min_p=0.0, temp=temperature, repeat_penalty=1.0, reset=True)
         for token in stream:
             output.append(token)
             if token == model.token_eos() or len(output) == tokens:
                 break
         return one_text(output, perf_counter() - began)
 
-    return run
+    return {
+        "llama.cpp": lambda prompts, seed: run(prompts, seed, sampling.temperature),
+        "llama.cpp, greedy": lambda prompts, seed: run(prompts, seed, 0.0),
+    }
 
 
 def main() -> None:
@@ -96,7 +97,7 @@ def main() -> None:
                 precision, sampling, options.tokens, prompt_lookup_num_tokens=10
             )
     if options.llama_cpp:
-        runs["llama.cpp"] = llama_cpp(options.llama_cpp, sampling, options.tokens)
+        runs |= llama_cpp(options.llama_cpp, sampling, options.tokens)
     done = play(runs, prompts, options.blocks, options.batch)
     speeds = {name: tokens_per_s(done, name, end_to_end=True) for name in runs}
     base = max((f"transformers {precision}" for precision in dense), key=lambda name: speeds[name])
@@ -104,8 +105,9 @@ def main() -> None:
     for name in runs:
         print(line(done, name, base), flush=True)
     if options.llama_cpp:
+        best = max((name for name in runs if name.startswith("llama.cpp")), key=lambda name: speeds[name])
         for name in runs:
-            print(line(done, name, "llama.cpp"), flush=True)
+            print(line(done, name, best), flush=True)
     for precision in wanted:
         for length in (0, *lengths):
             made = pool.decoder(precision).generate_ids(
