@@ -33,6 +33,12 @@ inline void read_slots(const uint16_t* from, int64_t count, float* to) {
     for (; i < count; i++) to[i] = widened(from[i]);
 }
 
+// Has numbers brought near that are needed soon: a chunk is too short for the hardware to see what comes.
+template <typename Number>
+inline void fetch(const Number* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(Number)) __builtin_prefetch(from + i, 0, 2);
+}
+
 // Scores of one query over 16 slots.
 template <int SIZE>
 inline Floats scores_of(const float* q, const float* keys, int64_t size) {
@@ -88,16 +94,17 @@ inline void weighted_sum(const float* weights, const float* values, int64_t size
     }
 }
 
-// Each query's part of the slots [begin, end) of one chunk. keys, values: (slots, size) from slot 0 of the row on. SIZE: of a
-// head, or 0 where the compiler does not know it.
+// Each query's part of the slots [begin, end) of one chunk. keys, values: (slots, size) from slot 0 of the row on; there are
+// `room` slots, of which those that no token has written yet hold anything. SIZE: of a head, or 0 where the compiler does not
+// know it.
 template <int SIZE, typename Number>
-void attend_chunk(const Query* queries, int64_t count, const Number* keys, const Number* values, int64_t any_size, int64_t begin,
-                  int64_t end, float* scratch, float* parts) {
+void attend_chunk(const Query* queries, int64_t count, const Number* keys, const Number* values, int64_t room, int64_t any_size,
+                  int64_t begin, int64_t end, float* scratch, float* parts) {
     const int64_t size = SIZE ? SIZE : any_size, slots = end - begin;
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float *scores = scratch, *k = scores + count * CHUNK, *v = k + CHUNK * rounded(size);
     const float *these_keys = k, *these_values = v;
-    if (sizeof(Number) == sizeof(float) && slots == CHUNK) {
+    if (sizeof(Number) == sizeof(float) && begin + rounded(slots) <= room) {  // scores past the end are taken out
         these_keys = (const float*)(keys + begin * size), these_values = (const float*)(values + begin * size);
     } else {
         read_slots(keys + begin * size, slots * size, k);
@@ -116,6 +123,7 @@ void attend_chunk(const Query* queries, int64_t count, const Number* keys, const
         }
         Floats most = all(-INFINITY);
         for (int64_t slot = first / LANES * LANES; slot < last; slot += LANES) {
+            if (n == 0) fetch(values + (begin + slot) * size, LANES * size);
             Floats score = scores_of<SIZE>(query.states, these_keys + slot * size, size);
             const Ints place = lanes + all((int32_t)slot);
             score = (place < all((int32_t)first)) | (place >= all((int32_t)last)) ? all(-INFINITY) : score;
@@ -130,6 +138,7 @@ void attend_chunk(const Query* queries, int64_t count, const Number* keys, const
             sum += weight;
         }
         part[size] = top, part[size + 1] = total(sum);
+        if (n == 0 && queries[count - 1].end > end) fetch(keys + end * size, CHUNK * size);
         weighted_sum<SIZE>(weights, these_values, size, first, last, part);
     }
 }
@@ -155,12 +164,12 @@ inline void finish(const float* seen, int64_t size, float* y) {
 }
 
 template <typename Number>
-void attend_sized(const Query* queries, int64_t count, const void* keys, const void* values, int64_t at, int64_t size,
-                  int64_t begin, int64_t end, float* scratch, float* parts) {
+void attend_sized(const Query* queries, int64_t count, const void* keys, const void* values, int64_t at, int64_t room,
+                  int64_t size, int64_t begin, int64_t end, float* scratch, float* parts) {
     const Number *k = (const Number*)keys + at, *v = (const Number*)values + at;
-    if (size == 64) attend_chunk<64>(queries, count, k, v, size, begin, end, scratch, parts);
-    else if (size == 128) attend_chunk<128>(queries, count, k, v, size, begin, end, scratch, parts);
-    else attend_chunk<0>(queries, count, k, v, size, begin, end, scratch, parts);
+    if (size == 64) attend_chunk<64>(queries, count, k, v, room, size, begin, end, scratch, parts);
+    else if (size == 128) attend_chunk<128>(queries, count, k, v, room, size, begin, end, scratch, parts);
+    else attend_chunk<0>(queries, count, k, v, room, size, begin, end, scratch, parts);
 }
 
 // The attention of one pass: `rows` of `count` tokens from slots starts[row] on. A task is a head of keys and up to ROWS tokens
@@ -189,8 +198,8 @@ struct Attention {
     void layer(const void* keys, const void* values, int64_t slots, int64_t window, const float* states, int64_t wide,
                float* shared, float* own, Query* asked, float* y) const {
         float *seen = own + chunk_scratch(queries, size), *part = seen + queries * numbers;
-        const auto see = spread ? chunks : 1;
-#pragma omp for schedule(dynamic, 1)
+        const auto see = spread ? chunks : 1, step = spread ? tasks * chunks / (4 * threads) + 1 : 1;
+#pragma omp for schedule(dynamic, step)
         for (int64_t index = 0; index < tasks * see; index++) {
             const int64_t task = index / see, row = task / (pieces * kv_heads), piece = task / kv_heads % pieces;
             const int64_t head = task % kv_heads, at = (row * kv_heads + head) * slots * size;
@@ -203,8 +212,8 @@ struct Attention {
             const auto attend = [&](int64_t chunk, float* parts) {
                 const int64_t last = asked[some * group - 1].end, begin = chunk * CHUNK;
                 const int64_t end = begin + CHUNK < last ? begin + CHUNK : last;
-                (half ? attend_sized<uint16_t> : attend_sized<float>)(asked, some * group, keys, values, at, size, begin, end,
-                                                                      own, parts);
+                (half ? attend_sized<uint16_t> : attend_sized<float>)(asked, some * group, keys, values, at, slots, size, begin,
+                                                                      end, own, parts);
             };
             const int64_t from = asked[0].first / CHUNK, to = (asked[some * group - 1].end + CHUNK - 1) / CHUNK;
             if (spread) {
