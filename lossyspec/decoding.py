@@ -208,18 +208,23 @@ class Batch:
         """The verdict, and alpha at each drafted token."""
         rows, choices = self.rows, [row.job.choice for row in self.rows]
         p = laws(logits, [row.tokens for row in rows], proposal.tokens, choices)
-        alpha = torch.tensor([row.alpha for row in rows], device=p.device)[:, None].expand(proposal.tokens.shape)
-        seen = Seen(p) if settings.policy.active and settings.relaxed else None
+        tokens = proposal.tokens.tolist()
+        shares = [[row.alpha] * len(drafted) for row, drafted in zip(rows, tokens, strict=True)]
+        seen = Seen(p, settings.policy) if settings.policy.active and settings.relaxed else None
         if seen is not None:
-            alpha = alpha * factors(seen, [row.walk for row in rows], rows[0].job.boundaries, proposal)
+            walks = [row.walk for row in rows]
+            found = factors(seen, walks, rows[0].job.boundaries, tokens, proposal.lengths)
+            shares = [[row.alpha * factor for factor in own] for row, own in zip(rows, found, strict=True)]
+        alpha = torch.tensor(shares, device=p.device).reshape(proposal.tokens.shape)
         verdict = judge(p, proposal, settings, alpha, numbers, greedy=[choice.greedy for choice in choices])
         if any(choice.penalised for choice in choices):
             _check_choice(p, verdict.accepted, rows)
         if seen is not None:
-            walks = moved(seen, [row.walk for row in rows], proposal, verdict.accepted, verdict.following)
-            for row, walk in zip(rows, walks, strict=True):
+            ends = zip(tokens, verdict.accepted, verdict.following, strict=True)
+            emitted = [[*drafted[:count], last] for drafted, count, last in ends]
+            for row, walk in zip(rows, moved(seen, walks, emitted), strict=True):
                 row.walk = walk
-        return verdict, alpha.tolist()
+        return verdict, shares
 
 
 def _check_choice(p: Tensor, accepted: list[int], rows: Sequence[Row]) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .acceptance import entropy
-from .drafting import Proposal
+from .native import laws as native
 from .settings import Boundary, Policy
 
 #: tokens whose text shows what a position is
@@ -93,41 +93,45 @@ class Walk:
 
 
 class Seen:
-    """What a round's walks need of p (batch, width + 1, V): its entropies, taken once, and log probabilities of tokens."""
+    """What a round's walks by a policy need of p (batch, width + 1, V): its entropies, taken once, and log probabilities of
+    tokens; 0 where the policy asks for none."""
 
-    def __init__(self, p: Tensor) -> None:
+    def __init__(self, p: Tensor, policy: Policy) -> None:
         self.p = p
-        self.entropies: list[list[float]] = entropy(p).tolist()
+        self._weighs = policy.guard is not None or policy.recovery is not None
+        if policy.guard is None and not policy.adaptive:
+            self.entropies = [[0.0] * p.shape[1]] * len(p)
+        else:
+            self.entropies = (native.entropy(p) if native.takes(p) else entropy(p)).tolist()
 
-    def log_p(self, tokens: Tensor) -> list[list[float]]:
-        """Of tokens (batch, n) at the first n places."""
-        chosen = self.p[:, : tokens.shape[1]].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        logs: list[list[float]] = chosen.log().tolist()
+    def log_p(self, tokens: list[list[int]]) -> list[list[float]]:
+        """Of the tokens of each row at its first places."""
+        if not self._weighs:
+            return [[0.0] * len(row) for row in tokens]
+        width = max(map(len, tokens))
+        index = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=self.p.device)
+        logs: list[list[float]] = self.p[:, :width].gather(-1, index[..., None])[..., 0].log().tolist()
         return logs
 
 
-def factors(seen: Seen, walks: Sequence[Walk], boundaries: Boundaries | None, proposal: Proposal) -> Tensor:
-    """(batch, width) factors on alpha, each from the prefix that ends before its drafted token."""
-    found = torch.ones(proposal.tokens.shape)
-    tokens, chances, entropies = proposal.tokens.tolist(), seen.log_p(proposal.tokens), seen.entropies
+def factors(
+    seen: Seen, walks: Sequence[Walk], boundaries: Boundaries | None, tokens: list[list[int]], lengths: Sequence[int]
+) -> list[list[float]]:
+    """Factors on alpha for each drafted token, each from the prefix that ends before it; 1 behind a row's length."""
+    chances, found = seen.log_p(tokens), [[1.0] * len(row) for row in tokens]
     for row, walk in enumerate(walks):
-        for column in range(proposal.lengths[row]):
-            kinds = boundaries.after(walk.tail) if boundaries is not None else frozenset()
-            found[row, column] = walk.factor(entropies[row][column], kinds)
-            walk = walk.then(tokens[row][column], chances[row][column], entropies[row][column])
-    return found.to(seen.p.device)
+        for column in range(lengths[row]):
+            kinds = boundaries.after(walk.tail) if boundaries is not None and walk.policy.protect else frozenset()
+            found[row][column] = walk.factor(seen.entropies[row][column], kinds)
+            walk = walk.then(tokens[row][column], chances[row][column], seen.entropies[row][column])
+    return found
 
 
-def moved(seen: Seen, walks: Sequence[Walk], proposal: Proposal, accepted: list[int], following: list[int]) -> list[Walk]:
+def moved(seen: Seen, walks: Sequence[Walk], emitted: list[list[int]]) -> list[Walk]:
     """The walks after what a round emitted: the accepted tokens of each row, and the one that follows them."""
-    device = seen.p.device
-    last = torch.tensor(following, device=device)
-    emitted = torch.cat([proposal.tokens, last[:, None]], 1)
-    emitted[torch.arange(len(walks), device=device), torch.tensor(accepted, device=device)] = last
-    tokens, chances, entropies = emitted.tolist(), seen.log_p(emitted), seen.entropies
-    found = []
-    for row, walk in enumerate(walks):
-        for column in range(accepted[row] + 1):
-            walk = walk.then(tokens[row][column], chances[row][column], entropies[row][column])
+    chances, found = seen.log_p(emitted), []
+    for walk, tokens, logs, entropies in zip(walks, emitted, chances, seen.entropies, strict=True):
+        for token, log, uncertainty in zip(tokens, logs, entropies, strict=False):  # p may reach further
+            walk = walk.then(token, log, uncertainty)
         found.append(walk)
     return found

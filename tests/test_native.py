@@ -18,6 +18,7 @@ from test_decoding import lively_model
 from test_feature_head import tiny_head
 from torch import Tensor
 
+from lossyspec.acceptance import entropy
 from lossyspec.cpu import instruction_sets
 from lossyspec.drafting import Proposal, Request
 from lossyspec.fused import Dense
@@ -381,6 +382,8 @@ def test_laws_and_largest_numbers_are_those_of_torch(rows: list[list[float]], da
         laws.softmax(logits, temperature), (logits / temperature).softmax(-1), rtol=1e-5, atol=1e-43, equal_nan=True
     )
     torch.testing.assert_close(laws.largest(logits), logits.amax(-1), rtol=0, atol=0, equal_nan=True)
+    p = (logits / temperature).softmax(-1)
+    torch.testing.assert_close(laws.entropy(p), entropy(p.double()).float(), rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
 @compiled

@@ -14,11 +14,12 @@ from conftest import tiny_model
 from test_trace_replay import noisy
 
 import lossyspec.decoding as decoding
+from lossyspec.acceptance import entropy
 from lossyspec.decoding import Job, decode
 from lossyspec.drafting import ModelDraft
 from lossyspec.errors import ConfigurationError
 from lossyspec.ngram_drafting import NgramDraft
-from lossyspec.policy import Boundaries, Walk
+from lossyspec.policy import Boundaries, Seen, Walk
 from lossyspec.runner import Runner
 from lossyspec.settings import NgramSettings, Policy, Recovery, Sampling, Settings, make_settings
 from lossyspec.stats import Stats
@@ -97,8 +98,8 @@ def test_recovery_follows_a_row_of_unlikely_tokens_and_ends() -> None:
 
 
 def test_relaxation_is_in_proportion_to_entropy_up_to_a_limit() -> None:
-    for entropy, factor in ((0.0, 0.0), (0.5, 0.25), (2.0, 1.0), (7.0, 1.0)):
-        assert Walk(Policy(adaptive=2.0)).factor(entropy, NOTHING) == pytest.approx(factor)
+    for nats, factor in ((0.0, 0.0), (0.5, 0.25), (2.0, 1.0), (7.0, 1.0)):
+        assert Walk(Policy(adaptive=2.0)).factor(nats, NOTHING) == pytest.approx(factor)
 
 
 def test_the_guard_ends_relaxation_for_good_once_surprise_has_drifted() -> None:
@@ -108,6 +109,18 @@ def test_the_guard_ends_relaxation_for_good_once_surprise_has_drifted() -> None:
     assert walked(policy, [unlikely, unlikely, likely, likely]) == [1, 1, 0, 0, 0]
     assert walked(policy, [unlikely, *[likely] * 30, unlikely, likely]) == [1] * 33 + [1]  # it drains in between
     assert walked(policy, [unlikely, math.exp(-0.1), unlikely, unlikely]) == [1, 1, 1, 1, 0]
+
+
+def test_a_policy_looks_at_the_laws_only_as_far_as_it_asks() -> None:
+    p = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    plain, drifting, tokens = Policy(protect=("sentence",), exact_prefix=4), Policy(guard=5.0), [[7], [3, 9]]
+    assert Seen(p, plain).log_p(tokens) == [[0.0], [0.0, 0.0]] and Seen(p, plain).entropies == [[0.0] * 3] * 2
+    seen = Seen(p, drifting)
+    assert torch.tensor(seen.entropies) == pytest.approx(entropy(p), abs=1e-6)
+    first, second = seen.log_p(tokens)
+    assert first[0] == pytest.approx(float(p[0, 0, 7].log())) and second[1] == pytest.approx(float(p[1, 1, 9].log()))
+    assert Seen(p, Policy(adaptive=1.0)).entropies == seen.entropies
+    assert Seen(p, Policy(recovery=Recovery())).log_p(tokens)[1] == second
 
 
 def test_a_protected_position_is_exact_and_others_are_not() -> None:

@@ -162,6 +162,7 @@ def _declared(code: ctypes.CDLL) -> ctypes.CDLL:
         *code.lossyspec_pass.argtypes, address, number, ctypes.c_float, ctypes.c_float, *[address] * 7
     )  # fmt: skip
     code.lossyspec_softmax.argtypes = (address, number, number, ctypes.c_float, address, number)
+    code.lossyspec_entropy.argtypes = (address, number, number, address, number)
     code.lossyspec_largest.argtypes = (address, number, number, address)
     code.lossyspec_judge.argtypes = (address, *[number] * 3, address, number, *[address] * 4, number, *[address] * 4)
     code.lossyspec_draw.argtypes = (address, number, number, address, address)

@@ -42,6 +42,20 @@ void lossyspec_softmax(const float* x, int64_t rows, int64_t width, float temper
     }
 }
 
+// By row -sum x log x, 0 for a 0; NaN spreads.
+void lossyspec_entropy(const float* x, int64_t rows, int64_t width, float* y, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float* from = x + row * width;
+        float rest[LANES] = {};
+        const int64_t whole = width / LANES * LANES;
+        std::memcpy(rest, from + whole, 4 * (width - whole));
+        Floats sum = weighted_logarithm(load(rest));
+        for (int64_t i = 0; i < whole; i += LANES) sum += weighted_logarithm(load(from + i));
+        y[row] = -total(sum);
+    }
+}
+
 // By row the largest number, or NaN where there is one.
 void lossyspec_largest(const float* x, int64_t rows, int64_t width, float* y) {
     for (int64_t row = 0; row < rows; row++, x += width) {

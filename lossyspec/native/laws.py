@@ -38,6 +38,15 @@ def largest(values: Tensor) -> Tensor:
     return result
 
 
+def entropy(laws: Tensor) -> Tensor:
+    """Of each law in nats, as `acceptance.entropy`; see `takes`."""
+    code, laws = library(), laws.contiguous()
+    assert code is not None
+    result, width = laws.new_empty(laws.shape[:-1]), laws.shape[-1]
+    code.lossyspec_entropy(laws.data_ptr(), result.numel(), width, result.data_ptr(), torch.get_num_threads())
+    return result
+
+
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """As `sampling.draw`; see `takes`."""
     code, weights, numbers = library(), weights.contiguous(), uniforms.double().contiguous()
