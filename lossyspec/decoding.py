@@ -88,10 +88,19 @@ class Batch:
                 part.start(prompts, capacity)
         if self.draft is not None:
             self.draft.observe(self.target.features, [kept] * len(rows))
+            if self._asks_the_draft(rows):
+                self.draft.read(prompts)
         self.rows, took = rows, perf_counter() - began
         if self.watch is not None:
             self.watch.began(rows, took)
         return took
+
+    def _asks_the_draft(self, rows: list[Row]) -> bool:
+        """Whether the next round of these rows will; prompt lookup has no use for a loaded draft."""
+        settings = rows[0].job.settings
+        usual = settings.draft_length_for(len(rows))
+        most = max(usual if row.job.draft_length is None else row.job.draft_length for row in rows)
+        return most > 0 and settings.source != "ngram"
 
     @torch.inference_mode()
     def join(self, other: Batch, room: int = 0) -> None:

@@ -123,6 +123,9 @@ class Draft(Protocol):
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """The target's final hidden states (batch, n, hidden) of the tokens that it has just read, from slot starts[i]."""
 
+    def read(self, prompts: list[list[int]]) -> None:
+        """Reads what it lacks of the prompts, after `observe`: what it has not read by then, its next round does."""
+
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     """How many first tokens two sequences have in common."""
@@ -163,6 +166,9 @@ class StatelessDraft:
 
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at tokens only."""
+
+    def read(self, prompts: list[list[int]]) -> None:
+        """Nothing to prepare."""
 
 
 def draw_round(
@@ -258,6 +264,9 @@ class ModelDraft:
 
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at tokens only."""
+
+    def read(self, prompts: list[list[int]]) -> None:
+        """Has read them as it started."""
 
     def _unread(self, row: int, prefix: Sequence[int]) -> int:
         """How many of the row's last tokens have to be read; at least the last one."""

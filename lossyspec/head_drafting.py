@@ -108,6 +108,12 @@ class FeatureDraft:
             self._features[row, start : start + features.shape[1]] = features[row]
 
     @torch.inference_mode()
+    def read(self, prompts: list[list[int]]) -> None:
+        """Reads the entries that have got features."""
+        if any(len(prompt) - 1 > known for prompt, known in zip(prompts, self._known, strict=True)):
+            self._step(*self._unread(prompts))
+
+    @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
         """Draws from q at depth j of the round; q is 0 outside the head's token map."""
         prefixes = request.prefixes

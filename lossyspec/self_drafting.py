@@ -79,6 +79,9 @@ class SelfDraft:
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at the target's cache only."""
 
+    def read(self, prompts: list[list[int]]) -> None:
+        """Nothing of its own, as `start`."""
+
     @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
         """Draws from q, the sparse target's softmax at tau times the request's temperature, filtered as the target's p."""

@@ -62,6 +62,9 @@ class TextDraft:
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         """Looks at tokens only."""
 
+    def read(self, prompts: list[list[int]]) -> None:
+        """Has read them as it started."""
+
     @torch.inference_mode()
     def propose(self, request: Request) -> Proposal:
         """Draws from q over the shared tokens; lossless and greedy, says text, see `_say`. A row whose text does not fit the

@@ -171,6 +171,9 @@ class FixedDraft:
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         pass
 
+    def read(self, prompts: list[list[int]]) -> None:
+        pass
+
     def propose(self, request: Request) -> Proposal:
         width = max(request.limits)
         tokens = [[self.choose(list(prefix), depth) for depth in range(width)] for prefix in request.prefixes]

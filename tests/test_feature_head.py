@@ -11,6 +11,7 @@ from conftest import VOCAB, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from lossyspec.decoder import Decoder
+from lossyspec.decoding import Batch
 from lossyspec.drafting import Proposal, Request
 from lossyspec.drafts import LoadedHead, load_draft
 from lossyspec.errors import ConfigurationError
@@ -18,9 +19,11 @@ from lossyspec.feature_head import FeatureHead, HeadShape
 from lossyspec.head_drafting import FeatureDraft
 from lossyspec.head_files import load_head, read_card, save_head
 from lossyspec.loading import LoadedModel
+from lossyspec.rows import Job, Row
 from lossyspec.runner import Runner
 from lossyspec.sampling import Choice, probabilities
-from lossyspec.settings import Sampling, Settings
+from lossyspec.settings import Sampling, ScheduleRow, Settings
+from lossyspec.stopping import Stopping
 from lossyspec.verification import judge
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [3, 4, 5], [20, 21, 22, 23] * 4, [50, 51]]
@@ -90,6 +93,24 @@ def test_a_round_proposes_the_laws_that_unroll_gives_at_each_depth(width: int) -
         for depth, output in enumerate(draft.head.unroll(embedded, features, 4)):
             q = (draft.rows(output[:, len(ids) - 2 + depth]) + draft.head.bias).softmax(-1)
             torch.testing.assert_close(q[0], proposal.q[0, depth], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [
+        (Settings(draft_length=3), True),
+        (Settings(draft_length=0), False),
+        (Settings(draft_length=3, source="ngram"), False),
+        (Settings(draft_length=3, source="mixed"), True),
+        (Settings(draft_length=3, schedule=(ScheduleRow(batch=(1, 2), draft_length=3),)), False),  # not at four rows
+    ],
+)
+def test_prompts_are_read_as_a_batch_starts_where_its_rounds_will_draft(settings: Settings, read: bool) -> None:
+    decoder, _ = decoders()
+    draft: Any = decoder.draft
+    job, batch = Job(settings, Sampling(), Stopping(8), torch.Generator()), Batch(decoder.target, draft)
+    batch.start([Row(index, prompt, job) for index, prompt in enumerate(PROMPTS)])
+    assert draft._known == [len(prompt) - 1 if read else 0 for prompt in PROMPTS]
 
 
 def test_the_same_proposal_comes_from_one_row_and_from_a_ragged_batch() -> None:

@@ -185,6 +185,9 @@ class DepthDraft:
     def observe(self, features: Tensor | None, starts: list[int]) -> None:
         pass
 
+    def read(self, prompts: list[list[int]]) -> None:
+        pass
+
     def propose(self, request: Request) -> Proposal:
         rows, width = len(request.prefixes), max(request.limits)
         numbers = torch.tensor([code(tuple(prefix[1:])) for prefix in request.prefixes])

@@ -14,7 +14,7 @@ from lossyspec.errors import ConfigurationError
 from lossyspec.likelihood import Flags, Floats, Recursion, StepWeights, bootstrap_ratio, forward
 from lossyspec.mixed_drafting import least_match
 from lossyspec.policy import Walk
-from lossyspec.records import Corpus, Estimate, Quality
+from lossyspec.records import Corpus, Estimate, Quality, TrialRecord
 from lossyspec.settings import BOUNDARIES, Policy, Settings
 
 from .laws import Answer, GreedyLaw, Law
@@ -282,3 +282,8 @@ class Replay:
             certificate=certificate(settings),
             tv_spread=result.tv_spread,
         )
+
+    def upper_ratio(self, record: TrialRecord) -> float:
+        """The upper end of a trial's perplexity ratio; its value where there is one text only."""
+        ratio = self.quality(record.settings).perplexity_ratio
+        return ratio.ci95[1] if ratio.ci95 is not None else ratio.value

@@ -137,7 +137,7 @@ class Search:
         objective = Objective(replay, meter, self.space.precisions, self.pool.dense, self.space.compiles)
         self._timed("costs", lambda: measure_costs(self.work, meter, folder))
         study = self._timed("search", lambda: search_trials(self.work, objective, folder))
-        chosen = to_confirm(study.records, self.config.max_quality_loss)
+        chosen = to_confirm(study.records, self.config.max_quality_loss, replay.upper_ratio)
         self._refuse_infeasible(chosen, study.records)
         self._timed("trace_confirm", lambda: trace_chosen(self.work, traces, chosen, folder))
         blocks = self._timed("live", lambda: measure_live(self.work, chosen, traces, folder))

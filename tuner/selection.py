@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lossyspec.records import Estimate, FrontPoint, TrialRecord
 
 #: shares of the loss limit up to which a fastest point is confirmed; the one over 1 shows what lies beyond the limit
-_LOSS_SHARES = (1.0, 0.6, 0.25, 2.0)
+_LOSS_SHARES = (1.0, 0.25, 2.0)
 
 
 def pareto(records: Sequence[TrialRecord]) -> list[TrialRecord]:
@@ -39,8 +39,11 @@ def _ratio(record: TrialRecord) -> float:
     return record.quality.perplexity_ratio.value if record.quality is not None else float("inf")
 
 
-def to_confirm(records: Sequence[TrialRecord], max_quality_loss: float) -> list[TrialRecord]:
-    """The points to measure live: the best plain and lossless ones, and the fastest lossy ones at a few levels of loss.
+def to_confirm(
+    records: Sequence[TrialRecord], max_quality_loss: float, upper_ratio: Callable[[TrialRecord], float] = _ratio
+) -> list[TrialRecord]:
+    """The points to measure live: the best plain and lossless ones, and the fastest lossy ones at a few levels of loss, one
+    of them the fastest whose upper end (`upper_ratio`) is within the limit: what is recommended has to be.
 
     All at the batch size of the fastest feasible point, where they can be compared; plain comes first.
     """
@@ -56,6 +59,8 @@ def to_confirm(records: Sequence[TrialRecord], max_quality_loss: float) -> list[
     for share in _LOSS_SHARES:
         limit = 1 + share * max_quality_loss
         chosen.append(_fastest([record for record in lossy if _ratio(record) <= limit]))
+    fastest_first = sorted(lossy, key=speedup_of, reverse=True)
+    chosen.append(next((record for record in fastest_first if upper_ratio(record) <= 1 + max_quality_loss), None))
     unique: dict[int, TrialRecord] = {record.number: record for record in chosen if record is not None}
     return list(unique.values())
 
