@@ -187,8 +187,11 @@ class Batch:
 
     def _numbers(self, proposal: Proposal) -> Tensor:
         """(batch, width + 1) uniform numbers for the verdict; the last column is for the token after the accepted ones."""
-        lengths, width = torch.tensor(proposal.lengths, device=self.target.device), proposal.tokens.shape[1]
-        drawn = uniforms([row.job.choice for row in self.rows], [length + 1 for length in proposal.lengths], lengths.device)
+        width, device, choices = proposal.tokens.shape[1], self.target.device, [row.job.choice for row in self.rows]
+        drawn = uniforms(choices, [length + 1 for length in proposal.lengths], device)
+        if min(proposal.lengths) == width:  # the last of each row is the last already
+            return drawn
+        lengths = torch.tensor(proposal.lengths, device=device)
         numbers = torch.nn.functional.pad(drawn, (0, width + 1 - drawn.shape[1]))
         numbers[:, -1:] = drawn.gather(1, lengths[:, None])
         return numbers

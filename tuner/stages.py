@@ -29,7 +29,7 @@ from .work import Work
 #: what the target and the draft run in
 Format = tuple[Precision, Attention]
 
-_MIN_BLOCKS, _MAX_BLOCKS = 6, 32
+_MIN_BLOCKS, _MAX_BLOCKS = 6, 64
 #: share of the budget that is kept for the live runs
 _LIVE_SHARE = 0.5
 #: trials that are made even when the budget is spent: a replay takes milliseconds
