@@ -95,10 +95,20 @@ def _draw_chart(item: Chart, axes: Axes) -> dict[str, Tip]:
         across = axes.axhline if line.axis == "y" else axes.axvline
         across(line.at, color=FAINT, linewidth=1, zorder=1.5)
         place: dict[str, Any] = {"xy": (1, line.at), "xycoords": ("axes fraction", "data"), "ha": "right"}
+        above = line.axis == "x" or not _under_another(line.at, item)
         if line.axis == "x":
             place = {"xy": (line.at, 1), "xycoords": ("data", "axes fraction"), "ha": "right"}
-        axes.annotate(line.label, xytext=(-2, 3), textcoords="offset points", fontsize=8, color=FAINT, **place)
+        place |= {"xytext": (-2, 3 if above else -3), "va": "baseline" if above else "top"}
+        axes.annotate(line.label, textcoords="offset points", fontsize=8, color=FAINT, **place)
     return tips
+
+
+def _under_another(at: float, item: Chart) -> bool:
+    """Whether a line across lies so near above that the words between would be written over it."""
+    lines = [line.at for line in item.lines if line.axis == "y"]
+    ys = [*lines, *(mark.y for series in item.series for mark in series.marks)]
+    share = (lambda y: log10(y / min(ys)) / log10(max(ys) / min(ys))) if item.y_log else (lambda y: y / max(ys))
+    return any(at < other and share(other) - share(at) < 0.07 for other in lines)
 
 
 def _draw_series(series: Series, axes: Axes, tips: dict[str, Tip], numbers: Iterator[int]) -> None:
@@ -162,15 +172,16 @@ def _scale(item: Chart, axes: Axes) -> None:
         axes.set_ylim(0, max(ys) * 1.12 or 1)
 
 
-def _tens(axes: Axes, name: str, values: Sequence[float]) -> None:
-    """A logarithmic axis that is labelled at 1, 2 and 5, or at powers of ten alone where it is long."""
+def _tens(axes: Axes, name: str, values: Sequence[float], longest: float = 300) -> None:
+    """A logarithmic axis that is labelled at 1, 2 and 5, or at powers of ten alone where its ends lie `longest` times apart
+    or more."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis = axes.xaxis if name == "x" else axes.yaxis
     axes.set(**{f"{name}scale": "log"})
     low, high = min(values) / 1.35, max(values) * 1.35
     axes.set(**{f"{name}lim": (low, high)})
-    step = (1, 2, 5) if high / low < 300 else (1,)
+    step = (1, 2, 5) if high / low < longest else (1,)
     powers = range(int(log10(low)) - 2, int(log10(high)) + 2)
     ticks = [one * 10.0**power for power in powers for one in step if low <= one * 10.0**power <= high]
     axis.set_major_locator(FixedLocator(ticks))
@@ -220,6 +231,7 @@ def _draw_bars(item: Bars, axes: Axes) -> dict[str, Tip]:
             axes,
             "x",
             [value for row in item.rows for part in row.parts for value in (part.value, part.low, part.high) if value],
+            longest=40,  # names take half of the width
         )
     else:
         axes.set_xlim(0, most * 1.06 or 1)

@@ -80,7 +80,9 @@ def _place(page: Canvas, drawings: Sequence[Drawing], folder: Path, top: float) 
 def _words(page: Canvas, report: Report) -> float:
     """Title, verdicts and what they rest on; returns the inches from below where they end."""
     page.text(MARGIN / WIDTH, 1 - 0.55 / HEIGHT, "lossytune report", fontsize=15, weight="bold", color=INK)
-    about = ", ".join(dict.fromkeys(f"{item.summary.task} on {item.summary.device}" for item in report.runs))
+    summaries = [item.summary for item in report.runs]
+    places = [f"{one.task} on {one.device}{' (made up)' if one.made_up else ''}" for one in summaries]
+    about = ", ".join(dict.fromkeys(places))
     lines = [(line, 8.5, FAINT) for line in textwrap.wrap(about, 118)[:2]]
     for item in report.runs[:5]:
         lines += [(line, 9.0, INK) for line in textwrap.wrap(f"{item.label}: {item.summary.sentence}", 116)[:2]]

@@ -60,7 +60,7 @@ def fit_runs(runs: Sequence[Run], labels: Sequence[str], known: Mapping[str, Acc
         elif not (found := cells_of(run, device, size)):
             reasons.append(f"{label}: no cost table at a precision that {run.device} has a known rate for")
         else:
-            cells.setdefault(run.device, []).extend(found)
+            cells.setdefault(f"{run.device} (made up)" if run.made_up else run.device, []).extend(found)
     if not cells:
         return "; ".join(reasons)
     fit = fit_cells([cell for found in cells.values() for cell in found])
