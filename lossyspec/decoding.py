@@ -220,11 +220,10 @@ class Batch:
         """The verdict, and alpha at each drafted token."""
         rows, choices = self.rows, [row.job.choice for row in self.rows]
         p = laws(logits, [row.tokens for row in rows], proposal.tokens, choices)
-        tokens = proposal.tokens.tolist()
-        shares = [[row.alpha] * len(drafted) for row, drafted in zip(rows, tokens, strict=True)]
+        shares = [[row.alpha] * proposal.tokens.shape[1] for row in rows]
         seen = Seen(p, settings.policy) if settings.policy.active and settings.relaxed else None
         if seen is not None:
-            walks = [row.walk for row in rows]
+            walks, tokens = [row.walk for row in rows], proposal.tokens.tolist()
             found = factors(seen, walks, rows[0].job.boundaries, tokens, proposal.lengths)
             shares = [[row.alpha * factor for factor in own] for row, own in zip(rows, found, strict=True)]
         alpha = torch.tensor(shares, device=p.device).reshape(proposal.tokens.shape)

@@ -109,7 +109,8 @@ class Seen:
         if not self._weighs:
             return [[0.0] * len(row) for row in tokens]
         width = max(map(len, tokens))
-        index = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens], device=self.p.device)
+        padded = [[*row, *[0] * (width - len(row))] for row in tokens]
+        index = torch.tensor(padded, dtype=torch.long, device=self.p.device).reshape(len(tokens), width)
         logs: list[list[float]] = self.p[:, :width].gather(-1, index[..., None])[..., 0].log().tolist()
         return logs
 
