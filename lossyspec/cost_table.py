@@ -15,6 +15,8 @@ SCHEMA = "lossytune.costs/2"
 #: gave drafting as one number a step
 _OLDER = "lossytune.costs/1"
 _STEPS = 16
+#: hold one number a key; older tables lack some of them
+_SINGLE = ("judge_s", "spread", "compile_s")
 Key = tuple[str, int]
 
 
@@ -73,10 +75,6 @@ class CostTable:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{path}: not a cost table ({type(error).__name__}: {error})") from None
-
-
-#: one number a key; older tables lack some of them
-_SINGLE = ("judge_s", "spread", "compile_s")
 
 
 def _drafting(data: dict[str, Any]) -> dict[Key, list[float]]:

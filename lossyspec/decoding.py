@@ -88,19 +88,13 @@ class Batch:
                 part.start(prompts, capacity)
         if self.draft is not None:
             self.draft.observe(self.target.features, [kept] * len(rows))
-            if self._asks_the_draft(rows):
+            settings = rows[0].job.settings
+            if max(_draft_lengths(rows, settings)) > 0 and settings.source != "ngram":
                 self.draft.read(prompts)
         self.rows, took = rows, perf_counter() - began
         if self.watch is not None:
             self.watch.began(rows, took)
         return took
-
-    def _asks_the_draft(self, rows: list[Row]) -> bool:
-        """Whether the next round of these rows will; prompt lookup has no use for a loaded draft."""
-        settings = rows[0].job.settings
-        usual = settings.draft_length_for(len(rows))
-        most = max(usual if row.job.draft_length is None else row.job.draft_length for row in rows)
-        return most > 0 and settings.source != "ngram"
 
     @torch.inference_mode()
     def join(self, other: Batch, room: int = 0) -> None:
@@ -136,11 +130,10 @@ class Batch:
         logits, self._ahead = self._verify(proposal, numbers, settings)
         verified = perf_counter()
         verdict, alpha = self._judge(logits, proposal, numbers, settings)
-        judged, tokens, variation = perf_counter(), proposal.tokens.tolist(), verdict.variation.tolist()
+        judged, emitted, variation = perf_counter(), verdict.emitted(proposal.tokens.tolist()), verdict.variation.tolist()
         news, marks, moves = [], [], []
         for place, row in enumerate(rows):
-            emitted = [*tokens[place][: verdict.accepted[place]], verdict.following[place]]
-            new, row.finish_reason = cut(row.output, emitted, row.job.stopping, row.job.tokenizer)
+            new, row.finish_reason = cut(row.output, emitted[place], row.job.stopping, row.job.tokenizer)
             relaxed = [depth < proposal.lengths[place] and alpha[place][depth] > 0 for depth in range(len(new))]
             row.output.extend(new)
             row.relaxed.extend(relaxed)
@@ -173,9 +166,8 @@ class Batch:
 
     def _request(self, settings: Settings, news: list[list[int]]) -> Request:
         """What a round asks the draft for when each row has grown by `news`."""
-        prefixes, limits, usual = [], [], settings.draft_length_for(len(self.rows))
-        for row, new in zip(self.rows, news, strict=True):
-            most = usual if row.job.draft_length is None else row.job.draft_length
+        prefixes, limits = [], []
+        for row, new, most in zip(self.rows, news, _draft_lengths(self.rows, settings), strict=True):
             limits.append(min(most, row.job.stopping.max_new_tokens - len(row.output) - len(new) - 1))
             prefixes.append([*row.prompt, *row.output, *new])
         return Request(prefixes, limits, settings, [row.job.choice for row in self.rows])
@@ -231,11 +223,15 @@ class Batch:
         if any(choice.penalised for choice in choices):
             _check_choice(p, verdict.accepted, rows)
         if seen is not None:
-            ends = zip(tokens, verdict.accepted, verdict.following, strict=True)
-            emitted = [[*drafted[:count], last] for drafted, count, last in ends]
-            for row, walk in zip(rows, moved(seen, walks, emitted), strict=True):
+            for row, walk in zip(rows, moved(seen, walks, verdict.emitted(tokens)), strict=True):
                 row.walk = walk
         return verdict, shares
+
+
+def _draft_lengths(rows: Sequence[Row], settings: Settings) -> list[int]:
+    """Most tokens that a round drafts for each row, by its job or the size of the batch."""
+    usual = settings.draft_length_for(len(rows))
+    return [usual if row.job.draft_length is None else row.job.draft_length for row in rows]
 
 
 def _check_choice(p: Tensor, accepted: list[int], rows: Sequence[Row]) -> None:

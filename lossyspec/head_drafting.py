@@ -63,13 +63,12 @@ class FeatureDraft:
         self._rope = (weight.new_zeros(1, 1, 0, 0), weight.new_zeros(1, 1, 0, 0))
         self._features = weight.new_zeros(0)
         self._known: list[int] = []
-        self._prompts: list[list[int]] = []
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """A new batch; the prompts are read when their features have been observed."""
         self._cache = RowCache(self.head.shape.layers, capacity, len(prompts))
         self._features = self.embeddings.new_zeros(len(prompts), capacity, self.head.shape.hidden)
-        self._known, self._prompts = [0] * len(prompts), prompts
+        self._known = [0] * len(prompts)
 
     def fork(self) -> FeatureDraft:
         """The same head with entries of its own."""
@@ -91,9 +90,7 @@ class FeatureDraft:
         self._known = [self._known[row] for row in rows]
 
     def join(self, other: FeatureDraft, room: int = 0) -> None:
-        """Appends the other's rows, which read their prompts before they do, so that these rows need not wait for it."""
-        if not any(other._known):
-            other._step(*other._unread(other._prompts))
+        """Appends the other's rows."""
         self._cache.join(other._cache, room)
         size = max(self._features.shape[1], other._features.shape[1])
         both = [F.pad(part, (0, 0, 0, size - part.shape[1])) for part in (self._features, other._features)]

@@ -34,6 +34,11 @@ class Verdict(NamedTuple):
     following: list[int]
     variation: Tensor
 
+    def emitted(self, tokens: list[list[int]]) -> list[list[int]]:
+        """What each row emits of its drafted tokens, and what follows them."""
+        ends = zip(tokens, self.accepted, self.following, strict=True)
+        return [[*drafted[:count], last] for drafted, count, last in ends]
+
 
 def _compact(p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
     """p and q on the draft's support and one more token that stands for all others, on which q is 0.

@@ -59,8 +59,7 @@ def to_confirm(
     for share in _LOSS_SHARES:
         limit = 1 + share * max_quality_loss
         chosen.append(_fastest([record for record in lossy if _ratio(record) <= limit]))
-    fastest_first = sorted(lossy, key=speedup_of, reverse=True)
-    chosen.append(next((record for record in fastest_first if upper_ratio(record) <= 1 + max_quality_loss), None))
+    chosen.append(next((record for record in reversed(lossy) if upper_ratio(record) <= 1 + max_quality_loss), None))
     unique: dict[int, TrialRecord] = {record.number: record for record in chosen if record is not None}
     return list(unique.values())
 

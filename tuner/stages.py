@@ -34,7 +34,7 @@ _MIN_BLOCKS, _MAX_BLOCKS = 6, 64
 _LIVE_SHARE = 0.5
 #: trials that are made even when the budget is spent: a replay takes milliseconds
 _LEAST_TRIALS = 300
-#: share of the budget that the cost table may take, and the fewest times that it repeats a round
+#: share of the budget that the cost table may take
 _COST_SHARE = 0.15
 #: seconds of the budget that are kept for what follows the live runs
 _END_S = 10.0

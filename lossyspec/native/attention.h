@@ -123,7 +123,7 @@ void attend_chunk(const Query* queries, int64_t count, const Number* keys, const
         }
         Floats most = all(-INFINITY);
         for (int64_t slot = first / LANES * LANES; slot < last; slot += LANES) {
-            if (n == 0) fetch(values + (begin + slot) * size, LANES * size);
+            if (n == 0 && these_values != v) fetch(these_values + slot * size, LANES * size);
             Floats score = scores_of<SIZE>(query.states, these_keys + slot * size, size);
             const Ints place = lanes + all((int32_t)slot);
             score = (place < all((int32_t)first)) | (place >= all((int32_t)last)) ? all(-INFINITY) : score;
