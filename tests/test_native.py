@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoding import lively_model
 from test_feature_head import tiny_head
-from torch import Tensor
+from torch import Tensor, nn
 
 from lossyspec.acceptance import entropy
 from lossyspec.cpu import instruction_sets
@@ -50,13 +50,29 @@ def exact(part: Any, x: Tensor) -> Tensor:
 @compiled
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([Int4, Int8]), st.integers(1, 40), st.integers(1, 70), st.integers(1, 9), st.integers(0, 1000))
-def test_a_product_is_off_by_half_a_step_of_the_second_digit_at_most(
+def test_a_product_is_off_by_half_a_step_of_its_groups_at_most(
     kind: type[Any], count: int, rows: int, groups: int, seed: int
 ) -> None:
     part = matrix(kind, rows, groups * (32 if kind is Int4 else 4), seed)
-    x = torch.randn(count, part.packed.inputs, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 7 - 3)
-    bound = 0.51 / 7938 * x.abs().amax(-1, keepdim=True) * part.dense().abs().double().sum(-1)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, part.packed.inputs, generator=generator) * 10.0 ** (seed % 7 - 3)
+    x *= 1 + 50 * (torch.rand(x.shape, generator=generator) < 0.02)  # outliers, as language models have them
+    assert_within_half_a_step(part, x)
+
+
+def assert_within_half_a_step(part: Any, x: Tensor) -> None:
+    bound = (steps(x) / 2 * 1.02).double() @ part.dense().abs().double().T
     assert bool(((part(x) - exact(part, x)).abs() <= bound + 1e-5 * exact(part, x.abs()).abs() + 1e-30).all())
+
+
+def steps(x: Tensor) -> Tensor:
+    """What the last digit of each activation stands for, as products.h says."""
+    width = x.shape[-1]
+    sizes = nn.functional.pad(x.abs(), (0, -width % 32)).unflatten(-1, (-1, 32)).amax(-1)
+    twice = (sizes.square() >= 2.25 * 0.9999 * sizes.square().mean(-1, keepdim=True)) | (sizes.shape[-1] < 4)
+    by_group = (sizes / 127 / torch.where(twice, 254.0, 1.0)).repeat_interleave(32, -1)[..., :width]
+    whole_row = x.abs().amax(-1, keepdim=True) / 127 / 254  # of int8 products by tiles
+    return torch.maximum(by_group, whole_row)
 
 
 @compiled
@@ -105,16 +121,18 @@ def test_int8_weights_come_out_as_they_went_in() -> None:
 
 
 @compiled
-def test_the_numbers_are_those_of_torchs_kernels_with_more_digits() -> None:
+def test_the_numbers_are_those_of_torchs_kernels() -> None:
+    """With more digits where a row is narrow; with up to four times their error, by 8 bits of a group, in a wide one."""
     for kind in (Int4, Int8):
-        generator = torch.Generator().manual_seed(0)
-        whole = Dense(torch.randn(48, 64, generator=generator), torch.randn(48, generator=generator))
-        mine, theirs = kind.of(whole, NATIVE), kind.of(whole, CPU)
-        assert torch.equal(mine.dense(), theirs.dense())
-        x = torch.randn(2, 3, 64, generator=generator)
-        assert whole.bias is not None
-        want = x @ mine.dense().T + whole.bias
-        assert float((mine(x) - want).abs().max()) < 0.1 * float((theirs(x) - want).abs().max())
+        for width, most in ((64, 0.1), (512, 4.0)):
+            generator = torch.Generator().manual_seed(0)
+            whole = Dense(torch.randn(48, width, generator=generator), torch.randn(48, generator=generator))
+            mine, theirs = kind.of(whole, NATIVE), kind.of(whole, CPU)
+            assert torch.equal(mine.dense(), theirs.dense())
+            x = torch.randn(2, 3, width, generator=generator)
+            assert whole.bias is not None
+            want = x @ mine.dense().T + whole.bias
+            assert float((mine(x) - want).abs().max()) < most * float((theirs(x) - want).abs().max())
 
 
 @compiled
@@ -444,19 +462,28 @@ def test_the_code_is_compiled_once_and_kept(fresh: Path, caplog: pytest.LogCaptu
 
 
 @compiled
-@pytest.mark.parametrize(("kind", "needs"), [("haswell", "avx2"), ("skylake-avx512", "avx512bw"), ("native", "amx_tile")])
+@pytest.mark.parametrize(
+    ("kind", "needs"),
+    [("haswell", "avx2"), ("skylake-avx512", "avx512bw"), ("native", "amx_tile"), ("emulated tiles", "avx2")],
+)
 def test_cpus_without_newer_instructions_get_the_same_numbers(
     kind: str, needs: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last is a CPU with tiles that the system does not let us use."""
+    """The third is a CPU with tiles that the system does not let us use, the last one the code for tiles on any CPU."""
     if needs not in instruction_sets():
         pytest.skip(f"this CPU has no {needs}")
     parts = [matrix(each, 100, 192) for each in (Int4, Int8)]
     weight = torch.randn(100, 230).bfloat16()
     x, wide, found = torch.randn(11, 192), torch.randn(11, 230), []
+    x[:, :9] *= 30.0  # in a group that gets second digits
+    x[::3, 64:66] *= 40.0
     runner, _ = pair("qwen3", "int4-int8")
-    for old in (False, True):
-        if old:
+    for other in (False, True):
+        if other and kind == "emulated tiles":
+            tiles = f'-DEMULATED_TILES="{Path(__file__).parent / "emulated_tiles.h"}"'
+            monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, tiles))
+            monkeypatch.setattr(build, "_TILES", {"no such instructions"})
+        elif other:
             flags = tuple(f"-march={kind}" if flag == "-march=native" else flag for flag in build._FLAGS)
             monkeypatch.setattr(build, "_FLAGS", flags)
             monkeypatch.setattr(build, "_allowed", lambda code: False)
@@ -466,14 +493,16 @@ def test_cpus_without_newer_instructions_get_the_same_numbers(
         assert build.library() is not None
         for blocks, rows in ((parts[0].packed, x), (parts[1].packed, x), (products.pack16(weight), wide)):
             assert_alone_as_in_company(rows, blocks)
+        for part in parts:
+            assert_within_half_a_step(part, x)
         assert runner._fused is not None
         runner._native = NativeStack(runner._fused)
         runner.start([[5, 6, 7], [3, 4]], 16)
         logits = runner.logits(torch.tensor([[8, 9, 3], [5, 6, 4]]), [2, 1])
-        found.append([*(part(x) for part in parts), products.times(wide, products.pack16(weight)), logits])
+        found.append([products.times(wide, products.pack16(weight)), logits])
     assert len(list((fresh / "native").iterdir())) == 2
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-3)
+    for one, another in zip(*found, strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-3, atol=2e-3)
 
 
 def test_without_a_compiler_torchs_kernels_stay(

@@ -3,58 +3,109 @@
 
 namespace {
 
+inline bool second_wanted(const Part* parts, int rows) {
+    int32_t any = 0;
+    for (int n = 0; n < rows; n++) any |= parts[n].two;
+    return any;
+}
+
+// dots(digits, step) with the second digits of a group. Those of many rows are brought together: there are not enough registers
+// for their addresses.
+template <int N, typename Dots>
+inline void with_seconds(const Digits& x, int64_t group, int64_t row, Dots dots) {
+    const int8_t* from = x.second(group, row);
+    if constexpr (N < 5) {
+        dots(from, GROUP * x.groups);
+    } else {
+        alignas(64) int8_t near[N * GROUP];
+#pragma GCC unroll 1
+        for (int n = 0; n < N; n++, from += GROUP * x.groups) std::memcpy(near + n * GROUP, from, GROUP);
+        dots(near, GROUP);
+    }
+}
+
+// Of each row's digits, `step` bytes apart, with a group of int4 weights. With few rows in two chains: one product waits for the
+// last of its chain.
+template <int N>
+inline void dots4(const Bytes* low, const Bytes* high, const int8_t* digits, int64_t step, Ints* products) {
+    constexpr int CHAINS = N < 5 ? 2 : 1;
+    Ints sums[N * CHAINS] = {};
+    for (int j = 0; j < 4; j++) {
+        for (int n = 0; n < N; n++) sums[n] = dot4(sums[n], low[j], four(digits + step * n + 8 * j));
+        for (int n = 0; n < N; n++) {
+            Ints& sum = sums[n + N * (CHAINS - 1)];
+            sum = dot4(sum, high[j], four(digits + step * n + 8 * j + 4));
+        }
+    }
+    for (int n = 0; n < N; n++) products[n] = CHAINS == 1 ? sums[n] : sums[n] + sums[n + N];
+}
+
 template <int N>
 inline void block4(const uint8_t* block, int64_t ahead, const Digits& x, int64_t row, Floats* result) {
     Floats sum[N] = {};
-    for (int64_t group = 0; group < x.width / GROUP; group++, block += GROUP4_BYTES) {
-        Ints first[N] = {}, second[N] = {};
+    for (int64_t group = 0; group < x.groups; group++, block += GROUP4_BYTES) {
+        Bytes low[4], high[4];
         for (int j = 0; j < 4; j++) {
-            __builtin_prefetch(block + 64 * j + ahead, 0, 2);
-            Bytes both = *(const LooseBytes*)(block + 64 * j);
-            Bytes low = both & 15, high = both >> 4;
-            for (int n = 0; n < N; n++) {
-                const int8_t *a = x.first(row + n) + GROUP * group + 8 * j, *b = x.second(row + n) + GROUP * group + 8 * j;
-                first[n] = dot(first[n], low, four(a));
-                second[n] = dot(second[n], low, four(b));
-                first[n] = dot(first[n], high, four(a + 4));
-                second[n] = dot(second[n], high, four(b + 4));
-            }
+            __builtin_prefetch(block + 64 * j + ahead, 0, 3);
+            const Bytes both = read_once(block + 64 * j);
+            low[j] = both & 15, high[j] = both >> 4;
         }
-        __builtin_prefetch(block + 256 + ahead, 0, 2);
+        __builtin_prefetch(block + 256 + ahead, 0, 3);
         const Scales4 scales(block + 256);
-        for (int n = 0; n < N; n++)
-            sum[n] = scales.added(sum[n], first[n], second[n], x.groups[(row + n) * x.stride + group]);
+        const Part* parts = x.part(group, row);
+        Ints products[N], seconds[N];
+        dots4<N>(low, high, parts->digits, sizeof(Part), products);
+        if (second_wanted(parts, N)) {
+            with_seconds<N>(x, group, row, [&](auto digits, auto step) { dots4<N>(low, high, digits, step, seconds); });
+            for (int n = 0; n < N; n++) sum[n] = scales.added(sum[n], whole(products[n], seconds[n]), parts[n]);
+        } else {
+            for (int n = 0; n < N; n++) sum[n] = scales.added(sum[n], whole(products[n]), parts[n]);
+        }
     }
-    for (int n = 0; n < N; n++) result[n] = sum[n] * x.units[row + n];
+    for (int n = 0; n < N; n++) result[n] = sum[n];
 }
 
 typedef void (*Block)(const uint8_t*, int64_t, const Digits&, int64_t, Floats*);
 const Block BLOCKS4[] = {block4<1>, block4<2>, block4<3>, block4<4>, block4<5>, block4<6>, block4<7>, block4<8>};
 
 #ifndef TILES
+// The same with int8 weights of a group of `count` inputs, from what the sums begin with.
+template <int N>
+inline void dots8(const uint8_t* block, int64_t count, const int8_t* digits, int64_t step, Ints* products) {
+    constexpr int CHAINS = N < 5 ? 2 : 1;
+    Ints more[N] = {};
+    for (int64_t i = 0; i < count; i += 4) {
+        const Bytes weights = *(const LooseBytes*)(block + LANES * i);
+        for (int n = 0; n < N; n++) {
+            Ints& sum = CHAINS == 2 && i / 4 % 2 ? more[n] : products[n];
+            sum = dot8(sum, weights, four(digits + step * n + i));
+        }
+    }
+    if (CHAINS == 2)
+        for (int n = 0; n < N; n++) products[n] += more[n];
+}
+
 template <int N>
 inline void block8(const uint8_t* block, int64_t ahead, const Digits& x, int64_t row, Floats* result) {
-    // with few rows, sums in several chains: one product waits for the last of its chain
-    constexpr int CHAINS = N < 3 ? 4 : N < 5 ? 2 : 1;
-    Ints first[N * CHAINS] = {}, second[N * CHAINS] = {};
-    auto step = [&](int64_t i, int chain) {
-        __builtin_prefetch(block + ahead, 0, 2);
-        Bytes weights = *(const LooseBytes*)block;
-        for (int n = 0; n < N; n++) {
-            first[n + N * chain] = dot(first[n + N * chain], four(x.first(row + n) + i), weights);
-            second[n + N * chain] = dot(second[n + N * chain], four(x.second(row + n) + i), weights);
+    Floats sum[N] = {};
+    const auto add = [&](int64_t group, int64_t count) {
+        for (int64_t i = 0; i < count; i += 4) __builtin_prefetch(block + LANES * i + ahead, 0, 3);
+        const Part* parts = x.part(group, row);
+        Ints products[N], seconds[N];
+        for (int n = 0; n < N; n++) products[n] = all(parts[n].first), seconds[n] = all(parts[n].second);
+        dots8<N>(block, count, parts->digits, sizeof(Part), products);
+        if (second_wanted(parts, N)) {
+            with_seconds<N>(x, group, row, [&](auto digits, auto step) { dots8<N>(block, count, digits, step, seconds); });
+            for (int n = 0; n < N; n++) sum[n] = fused(whole(products[n], seconds[n]), all(parts[n].unit), sum[n]);
+        } else {
+            for (int n = 0; n < N; n++) sum[n] = fused(whole(products[n]), all(parts[n].unit), sum[n]);
         }
-        block += 64;
+        block += LANES * count;
     };
-    int64_t i = 0;
-    for (; i + 4 * CHAINS <= x.width; i += 4 * CHAINS)
-        for (int chain = 0; chain < CHAINS; chain++) step(i + 4 * chain, chain);
-    for (; i < x.width; i += 4) step(i, 0);
-    for (int chain = 1; chain < CHAINS; chain++)
-        for (int n = 0; n < N; n++) first[n] += first[n + N * chain], second[n] += second[n + N * chain];
-    const Ints shift = *(const LooseInts*)(block + 64);
-    for (int n = 0; n < N; n++) first[n] -= shift, second[n] -= shift;
-    for (int n = 0; n < N; n++) result[n] = scaled8(block, first[n], second[n], x.units[row + n]);
+    const int64_t full = x.width / GROUP;
+    for (int64_t group = 0; group < full; group++) add(group, GROUP);
+    if (full < x.groups) add(full, x.width % GROUP);
+    for (int n = 0; n < N; n++) result[n] = sum[n] * load((const float*)block);
 }
 
 // Two chains of sums whatever N is: floats are added in one order in any company.
@@ -63,12 +114,12 @@ inline void block16(const uint8_t* block, int64_t ahead, const Digits& x, int64_
     const float* values = x.values + row * x.width;
     Floats even[N] = {}, odd[N] = {};
     for (int64_t i = 0; i < x.width; i += 2, block += 4 * LANES) {
-        __builtin_prefetch(block + ahead, 0, 2);
+        __builtin_prefetch(block + ahead, 0, 3);
         const Ints pairs = *(const LooseInts*)block;
         const Floats one = (Floats)(pairs << 16), other = (Floats)(pairs & (int32_t)0xffff0000);
         for (int n = 0; n < N; n++) {
-            even[n] += one * values[n * x.width + i];
-            odd[n] += other * values[n * x.width + i + 1];
+            even[n] = fused(one, all(values[n * x.width + i]), even[n]);
+            odd[n] = fused(other, all(values[n * x.width + i + 1]), odd[n]);
         }
     }
     for (int n = 0; n < N; n++) result[n] = even[n] + odd[n];

@@ -1,14 +1,17 @@
 // Products of rows of activations with packed matrices, by vectors, or by tiles (AMX) where the CPU has them.
 //
-// With int4 and int8 weights they are sums of whole numbers. A row of activations is split into two digits of -63 .. 63 under
-// its largest magnitude, whose steps are 1/7938 of it: finer than bf16. Sums of a group are exact, and floats are added in one
-// order, so that a row's result is the same to the bit in any company: the law does not depend on how many tokens a pass
-// verifies. With bf16 weights rows are multiplied in fp32; by tiles as the sum of two bf16 numbers, which is 2^-17 off.
+// With int4 and int8 weights they are sums of whole numbers. Activations are digits of -127 .. 127 under the largest magnitude
+// of their group of 32 inputs; a group 1.5 times as large as the row's groups are (root mean square) has second digits,
+// 254 to a first one, and so have all where there are under four. Most groups are smaller, by the outliers that language models have, and their steps are finer than those anyway:
+// the embedded model's law is nearer to that of exact activations than by bf16 ones (docs/runtime.md). Sums of a group are exact,
+// and floats are added in one order, so that a row's result is the same to the bit in any company: the law does not depend on
+// how many tokens a pass verifies. Tiles multiply int8 weights without groups: there a row has one unit, and all second digits.
+// With bf16 weights rows are multiplied in fp32; by tiles as the sum of two bf16 numbers, which is 2^-17 off.
 //
 // Outputs lie in blocks of 16, one to a lane. int4 (w = scale * (n - 8) + middle, n in 0 .. 15, groups of 32 inputs): by group
 // 256 bytes, of which byte 4 o + i of vector j holds inputs 8 j + i (low half) and 8 j + 4 + i (high half) of output o; then
-// 16 scales and 16 middles in bf16. int8: by 4 inputs 64 bytes, byte 4 o + i; at the end of a block 16 scales in fp32, and 16
-// sums of 64 w. bf16: by 2 inputs 64 bytes, a pair an output.
+// 16 scales and 16 middles in bf16. int8: by 4 inputs 64 bytes, byte 4 o + i; at the end of a block 16 scales in fp32. bf16: by
+// 2 inputs 64 bytes, a pair an output.
 #pragma once
 #include "vectors.h"
 
@@ -26,37 +29,41 @@ namespace {
 
 constexpr int MOST_ROWS = 32;  // that a block is multiplied with at a time
 
-// Activations are unsigned in int8 products of vectors: so much is taken off again.
-#ifdef TILES
-constexpr int SHIFT8 = 0;
-#else
-constexpr int SHIFT8 = 64;
-#endif
+// What a row has of a group of inputs, in a line of the cache: a thread that multiplies fetches no more of what another one made.
+struct alignas(64) Part {
+    int8_t digits[GROUP];  // the first ones, zeros past the last input
+    float unit, all;       // what a first digit stands for; what all digits stand for
+    int32_t first, second; // what sums of int8 products with first and second digits begin with, as `dot8` adds to them
+    int32_t two;           // whether there are second digits
+};
 
-// Rows of activations as pairs of digits (rows, 2, width); for bf16 weights as they are, by tiles as pairs of bf16 numbers
-// (rows, 2, width). There is room to read ROWS rows too many.
+// Rows of activations: (groups, rows) parts, and (rows, groups, GROUP) second digits. For bf16 weights (rows, width) as they are;
+// by tiles (rows, 2, width) pairs of bf16 numbers, and for int8 weights pairs of digits. There is room to read ROWS rows too many.
 struct Digits {
-    int64_t width, stride;
-    float *units, *groups;  // what a unit of the second digit stands for; (rows, stride) sums of the digits of a group of 32
-    union { float* values; uint16_t* halves; int8_t* digits; };
+    int64_t width, groups, pitch;  // pitch: of a group, in rows
+    float* units;                  // of rows without groups, what a first digit stands for
+    int8_t* seconds;
+    union { float* values; uint16_t* halves; int8_t* digits; Part* parts; };
 
-    static size_t bytes(int64_t rows, int64_t width) {
-        return (rows + ROWS) * (4 * width + 4 * (width / GROUP + 1) + 4) + 256;
+    static int64_t groups_of(int64_t width) { return (width + GROUP - 1) / GROUP; }
+
+    static size_t bytes(int64_t rows, int64_t width) { return (rows + ROWS) * (4 + 4 * GROUP * groups_of(width)) + 256; }
+
+    Digits(uint8_t* memory, int64_t rows, int64_t inputs) : width(inputs), groups(groups_of(inputs)), pitch(rows) {
+        parts = (Part*)memory;
+        seconds = (int8_t*)(parts + pitch * groups + ROWS);
+        units = (float*)(memory + (rows + ROWS) * groups * 4 * GROUP);
     }
 
-    Digits(uint8_t* memory, int64_t rows, int64_t inputs) : width(inputs), stride(inputs / GROUP + 1) {
-        units = (float*)memory;
-        groups = units + rows + ROWS;
-        values = groups + (rows + ROWS) * stride;
-    }
-
-    int8_t* first(int64_t row) const { return digits + 2 * row * width; }
-    int8_t* second(int64_t row) const { return first(row) + width; }
+    Part* part(int64_t group, int64_t row) const { return parts + group * pitch + row; }
+    int8_t* second(int64_t group, int64_t row) const { return seconds + (row * groups + group) * GROUP; }
 
     void set(int64_t row, const float* x, int64_t bits) {
         if (bits == 16) halve(row, x);
-        else if (bits == 8) divide8(row, x);
-        else divide4(row, x);
+#ifdef TILES
+        else if (bits == 8) divide_whole(row, x);
+#endif
+        else bits == 4 ? divide<false>(row, x) : divide<true>(row, x);
     }
 
     void halve(int64_t row, const float* x) {
@@ -71,62 +78,78 @@ struct Digits {
 #endif
     }
 
-    // The factor that makes digits of a row; 0 where a number is not finite, which spreads to all outputs.
-    float up(int64_t row, const float* x) {
-        Floats sizes = {}, sum = {};
-        int64_t at = 0;
-        for (; at + LANES <= width; at += LANES) {
-            const Floats value = load(x + at), size = value < Floats{} ? -value : value;
-            sizes = size > sizes ? size : sizes;
-            sum += value * Floats{};  // NaN where a value is not finite
+    // Numbers of a group, zeros past the last.
+    struct Numbers {
+        Floats half[2];
+        Numbers(const float* x, int64_t count) {
+            if (count >= GROUP) half[0] = load(x), half[1] = load(x + LANES);
+            else half[0] = half[1] = Floats{}, std::memcpy(half, x, 4 * count);
         }
-        float most = largest(sizes), finite = total(sum);
-        for (; at < width; at++) {
-            most = std::fabs(x[at]) > most ? std::fabs(x[at]) : most;
-            finite += x[at] * 0.0f;
+        // The largest magnitude; NaN where one is not finite: magnitudes are in the order of their bits, with those last.
+        float most() const {
+            const Ints one = (Ints)half[0] & 0x7fffffff, other = (Ints)half[1] & 0x7fffffff;
+            const float result = largest((Floats)(one > other ? one : other));
+            return result < INFINITY ? result < 1e-30f ? 1e-30f : result : NAN;
         }
-        most = most < 1e-30f ? 1e-30f : most;
-        units[row] = finite == 0.0f ? most / (MOST * SECOND) : NAN;
-        return finite == 0.0f ? MOST / most : 0.0f;
+    };
+
+    // Sets 16 first digits, and second ones, of which `SECOND` or none make a first one. Adds up both.
+    static void digit(Floats value, float by, float second, int8_t* high, int8_t* low, Ints& ones, Ints& others) {
+        value *= by;
+        const Ints one = nearest(value), other = nearest((value - __builtin_convertvector(one, Floats)) * second);
+        *(LooseDigits16*)high = __builtin_convertvector(one, Digits16);
+        *(LooseDigits16*)low = __builtin_convertvector(other, Digits16);
+        ones += one, others += other;
     }
 
-    static Ints part(Floats value, Ints& rest) {
-        const Ints digit = nearest(value);
-        rest = nearest((value - __builtin_convertvector(digit, Floats)) * SECOND);
-        return digit;
+    template <bool INT8>
+    void divide(int64_t row, const float* x) {
+        float squares = 0.0f;
+        for (int64_t group = 0; group < groups; group++) {
+            const float size = Numbers(x + group * GROUP, width - group * GROUP).most();
+            part(group, row)->unit = size;
+            squares += size * size;
+        }
+        for (int64_t group = 0; group < groups; group++) {
+            Part& made = *part(group, row);
+            Numbers numbers(x + group * GROUP, width - group * GROUP);
+            const float size = made.unit, unit = size / MOST;
+            if (size != size) numbers.half[0] = numbers.half[1] = Floats{};
+            made.two = groups < FEW || size * size * groups >= TWICE * squares;
+            Ints ones = {}, others = {};
+            for (int i = 0; i < 2; i++)
+                digit(numbers.half[i], size == size ? MOST / size : 0.0f, made.two ? SECOND : 0.0f, made.digits + LANES * i,
+                      second(group, row) + LANES * i, ones, others);
+            made.unit = unit, made.all = total(ones * (int)SECOND + others) * (unit / SECOND);
+            if (INT8) made.first = -SHIFT8 * total(ones), made.second = -SHIFT8 * total(others);
+        }
     }
 
-    void divide8(int64_t row, const float* x) {
-        int8_t *high = first(row), *low = second(row);
-        const float by = up(row, x);
-        int64_t at = 0;
-        for (; at + LANES <= width; at += LANES) {
-            Ints rest, digit = part(by ? load(x + at) * by : Floats{}, rest);
-            *(LooseDigits16*)(high + at) = __builtin_convertvector(digit + SHIFT8, Digits16);
-            *(LooseDigits16*)(low + at) = __builtin_convertvector(rest + SHIFT8, Digits16);
-        }
-        for (; at < width; at++) {
-            const float value = by ? x[at] * by : 0.0f;
-            const int digit = nearest(value);
-            high[at] = (int8_t)(digit + SHIFT8);
-            low[at] = (int8_t)(nearest((value - digit) * SECOND) + SHIFT8);
-        }
-    }
+#ifdef TILES
+    int8_t* whole_row(int64_t row) const { return digits + 2 * row * width; }
 
-    void divide4(int64_t row, const float* x) {
-        int8_t *high = first(row), *low = second(row);
-        const float by = up(row, x);
-        for (int64_t group = 0; group < width / GROUP; group++) {
-            Ints sum = {};
-            for (int i = 0; i < GROUP; i += LANES) {
-                Ints rest, digit = part(by ? load(x + group * GROUP + i) * by : Floats{}, rest);
-                *(LooseDigits16*)(high + group * GROUP + i) = __builtin_convertvector(digit, Digits16);
-                *(LooseDigits16*)(low + group * GROUP + i) = __builtin_convertvector(rest, Digits16);
-                sum += digit * (int)SECOND + rest;
-            }
-            groups[row * stride + group] = total(__builtin_convertvector(sum, Floats));
+    // One unit for the whole row.
+    void divide_whole(int64_t row, const float* x) {
+        float size = 0.0f;
+        for (int64_t at = 0; at < width; at += GROUP) {
+            const float other = Numbers(x + at, width - at).most();
+            if (!(other <= size) && size == size) size = other;
         }
+        int8_t *high = whole_row(row), *low = high + width;
+        Ints ones = {}, others = {};
+        alignas(64) int8_t some[GROUP], rest[GROUP];
+        for (int64_t at = 0; at < width; at += GROUP) {
+            Numbers numbers(x + at, width - at);
+            if (size != size) numbers.half[0] = numbers.half[1] = Floats{};
+            for (int i = 0; i < 2; i++)
+                digit(numbers.half[i], size == size ? MOST / size : 0.0f, SECOND, some + LANES * i, rest + LANES * i, ones, others);
+            const int64_t count = width - at < GROUP ? width - at : GROUP;
+            std::memcpy(high + at, some, count);
+            std::memcpy(low + at, rest, count);
+        }
+        units[row] = size / MOST;
     }
+#endif
 };
 
 // Scales of a group of int4 weights, and what n = 0 stands for.
@@ -134,23 +157,19 @@ struct Scales4 {
     Floats scale, zero;
     explicit Scales4(const uint8_t* from) : scale(load_bf16(from)), zero(load_bf16(from + 32) - 8.0f * scale) {}
 
-    // A row's sum, with the group's products with its digits, whose sum is `ones`.
-    Floats added(Floats sum, Ints first, Ints second, float ones) const {
-        const Floats whole = __builtin_convertvector(first, Floats) * SECOND + __builtin_convertvector(second, Floats);
-        sum = sum + scale * whole;
-        return sum + zero * ones;
+    // A row's sum, with the group's products with its digits.
+    Floats added(Floats sum, Floats products, const Part& part) const {
+        return fused(zero, all(part.all), fused(scale, products * part.unit, sum));
     }
 };
 
-// The products of a block of int8 weights, before what follows it: the scales.
-inline Floats scaled8(const uint8_t* scales, Ints first, Ints second, float unit) {
-    Floats whole = __builtin_convertvector(first, Floats) * SECOND + __builtin_convertvector(second, Floats);
-    return whole * load((const float*)scales) * unit;
-}
+inline Floats whole(Ints first) { return __builtin_convertvector(first, Floats); }
+// The same to the bit where all second digits are 0.
+inline Floats whole(Ints first, Ints second) { return fused(whole(second), all(1.0f / SECOND), whole(first)); }
 
 inline int64_t block_bytes(const Matrix& matrix) {
     return matrix.bits == 4   ? matrix.inputs / GROUP * GROUP4_BYTES
-           : matrix.bits == 8 ? matrix.inputs * LANES + 128
+           : matrix.bits == 8 ? matrix.inputs * LANES + 64
                               : matrix.inputs * LANES * 2;
 }
 

@@ -15,8 +15,6 @@ from .build import Matrix, checked, library
 LANES = 16
 #: inputs of an int4 group, and of what an int8 product takes at once
 GROUP, _FOUR = 32, 4
-#: activations are unsigned in int8 products: so much is taken off again
-_SHIFT = 64
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,8 @@ def pack8(weight: Tensor, scales: Tensor) -> Blocks:
     more = -outputs % LANES
     rows = F.pad(weight, (0, 0, 0, more)).view(-1, LANES, inputs // _FOUR, _FOUR)
     quads = rows.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
-    sums = _SHIFT * rows.int().sum((2, 3), dtype=torch.int32)
     steps = F.pad(scales.float(), (0, more)).view(-1, LANES).contiguous()
-    return Blocks(torch.cat([quads, steps.view(torch.uint8), sums.view(torch.uint8)], -1).contiguous(), outputs, inputs, 8)
+    return Blocks(torch.cat([quads, steps.view(torch.uint8)], -1).contiguous(), outputs, inputs, 8)
 
 
 def pack16(weight: Tensor) -> Blocks:

@@ -1,5 +1,6 @@
-// The same by tiles (AMX), whose products take the same time for up to 16 rows of digits: those of 8 rows of activations.
-// A tile of activations holds the two digits of each row, a tile of weights 16 outputs, a tile of sums a row for each digit.
+// The same by tiles (AMX), whose products take the same time for up to 16 rows of digits. A tile of weights holds 16 outputs, a tile
+// of sums a row for each row of digits. int8 and bf16: a tile of activations has the two digits of each of 8 rows. int4: the first
+// ones, and another tile the second ones where there are some.
 #pragma once
 #include <initializer_list>
 #include <sys/syscall.h>
@@ -7,6 +8,23 @@
 #include <unistd.h>
 
 namespace {
+
+// The sizes of the tiles, as `ldtilecfg` reads them.
+struct Shape {
+    uint8_t palette = 1, start = 0, zeros[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    void set(int tile, int64_t many, int64_t wide) { rows[tile] = many, bytes[tile] = wide; }
+};
+
+#ifdef EMULATED_TILES
+}  // namespace
+#include EMULATED_TILES
+namespace {
+#else
+inline void tile_shapes(const Shape& shape) { asm volatile("ldtilecfg %0" ::"m"(shape)); }
+inline void tile_release() { asm volatile("tilerelease" ::); }
 
 // gcc's own intrinsics do not say that they read memory
 template <int TILE>
@@ -30,6 +48,10 @@ inline void tile_dot() {
     else asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(ROWS_TILE), "i"(WEIGHTS));
 }
 
+// Asks the system for tiles.
+inline bool tiles_allowed() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
+#endif
+
 constexpr int TILE_BYTES = 1024, GROUP4_TILE_BYTES = 512;
 // rows of int4 products from which on tiles are faster: weights are unpacked for them, and sums taken out for each group
 constexpr int MANY4 = 5;
@@ -37,15 +59,6 @@ constexpr int MANY4 = 5;
 constexpr int GROUPS = 24;
 // steps after which sums of a group are read: until then they are not in the cache
 constexpr int LATER = 3;
-
-// The sizes of the tiles, as `ldtilecfg` reads them.
-struct Shape {
-    uint8_t palette = 1, start = 0, zeros[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-
-    void set(int tile, int64_t many, int64_t wide) { rows[tile] = many, bytes[tile] = wide; }
-};
 
 // The tiles of a thread, which are sized and given back as seldom as can be: both take a microsecond.
 struct Tiles {
@@ -55,10 +68,10 @@ struct Tiles {
     void be(const Shape& wanted) {
         if (used && !std::memcmp(&shape, &wanted, sizeof shape)) return;
         shape = wanted, used = true;
-        asm volatile("ldtilecfg %0" ::"m"(shape));
+        tile_shapes(shape);
     }
     ~Tiles() {
-        if (used) asm volatile("tilerelease" ::);
+        if (used) tile_release();
     }
 };
 
@@ -73,7 +86,7 @@ struct Multiplier {
     int64_t step;
     Kernel kernel;
     alignas(64) uint8_t unpacked[GROUPS * GROUP4_TILE_BYTES];
-    alignas(64) int32_t sums[4][2 * ROWS][LANES];
+    alignas(64) int32_t sums[4][2 * ROWS][LANES], seconds[4][ROWS][LANES];
 
     // tiles 0 - 3: sums. int4: 4, 5 rows and 6, 7 weights of a group. Else 4 rows and 5 weights, 6 and 7 those of the end.
     Multiplier(const Matrix& matrix, const Digits& x, int64_t rows, Tiles& tiles) : x(x) {
@@ -84,9 +97,9 @@ struct Multiplier {
         const int64_t pieces = (rows + ROWS - 1) / ROWS, end = x.width * (matrix.bits == 16 ? 2 : 1) % 64;
         step = rows < MOST_ROWS ? (rows + pieces - 1) / pieces : ROWS;
         Shape shape;
-        for (int tile = 0; tile < 4; tile++) shape.set(tile, 2 * step, 64);
+        for (int tile = 0; tile < 4; tile++) shape.set(tile, matrix.bits == 4 ? step : 2 * step, 64);
         if (matrix.bits == 4) {
-            for (int tile : {4, 5}) shape.set(tile, 2 * step, GROUP);
+            for (int tile : {4, 5}) shape.set(tile, step, GROUP);
             for (int tile : {6, 7}) shape.set(tile, GROUP / 4, 64);
         } else {
             shape.set(4, 2 * step, 64), shape.set(5, 16, 64);
@@ -124,20 +137,25 @@ struct Multiplier {
     }
 
     template <int SUMS>
-    void multiply4(const void* rows, const uint8_t* weights) {
+    void multiply4(int64_t group, int64_t row, const uint8_t* weights) {
         constexpr int ONE = 4 + SUMS % 2, OTHER = 6 + SUMS % 2;
+        const Part* parts = x.part(group, row);
         tile_zero<SUMS>();
-        tile_load<ONE>(rows, x.width);
+        tile_load<ONE>(parts->digits, sizeof(Part));
         tile_load<OTHER>(weights, 64);
         tile_dot<4, SUMS, ONE, OTHER>();
         tile_store<SUMS>(sums[SUMS]);
+        if (!second_wanted(parts, step)) return;
+        tile_zero<SUMS>();
+        tile_load<ONE>(x.second(group, row), GROUP * x.groups);
+        tile_dot<4, SUMS, ONE, OTHER>();
+        tile_store<SUMS>(seconds[SUMS]);
     }
 
     template <int N>
     void rows4(const uint8_t* block, int64_t ahead, int64_t row, int64_t some, Floats* result) {
-        const int64_t groups = x.width / GROUP;
-        for (int64_t begin = 0; begin < groups; begin += GROUPS) {
-            const int64_t end = begin + GROUPS < groups ? begin + GROUPS : groups;
+        for (int64_t begin = 0; begin < x.groups; begin += GROUPS) {
+            const int64_t end = begin + GROUPS < x.groups ? begin + GROUPS : x.groups;
             unpack(block + begin * GROUP4_BYTES, end - begin);
             for (int64_t n = 0; n < some; n += N) {
                 Floats sum[N];
@@ -145,23 +163,25 @@ struct Multiplier {
                 for (int64_t group = begin; group < end + LATER; group++) {
                     if (group < end) {
                         if (n == 0) prefetch(block + group * GROUP4_BYTES + ahead, GROUP4_BYTES / 64);
-                        const int8_t* rows = x.first(row + n) + GROUP * group;
                         const uint8_t* weights = unpacked + GROUP4_TILE_BYTES * (group - begin);
                         switch (group % 4) {
-                            case 0: multiply4<0>(rows, weights); break;
-                            case 1: multiply4<1>(rows, weights); break;
-                            case 2: multiply4<2>(rows, weights); break;
-                            default: multiply4<3>(rows, weights);
+                            case 0: multiply4<0>(group, row + n, weights); break;
+                            case 1: multiply4<1>(group, row + n, weights); break;
+                            case 2: multiply4<2>(group, row + n, weights); break;
+                            default: multiply4<3>(group, row + n, weights);
                         }
                     }
                     const int64_t done = group - LATER;
                     if (done < begin) continue;
-                    const LooseInts* made = (const LooseInts*)sums[done % 4];
+                    const Part* parts = x.part(done, row + n);
+                    const LooseInts *one = (const LooseInts*)sums[done % 4], *other = (const LooseInts*)seconds[done % 4];
                     const Scales4 scales(block + done * GROUP4_BYTES + 256);
-                    for (int i = 0; i < N; i++)
-                        sum[i] = scales.added(sum[i], made[2 * i], made[2 * i + 1], x.groups[(row + n + i) * x.stride + done]);
+                    if (second_wanted(parts, N))
+                        for (int i = 0; i < N; i++) sum[i] = scales.added(sum[i], whole(one[i], other[i]), parts[i]);
+                    else
+                        for (int i = 0; i < N; i++) sum[i] = scales.added(sum[i], whole(one[i]), parts[i]);
                 }
-                for (int i = 0; i < N; i++) result[n + i] = end < groups ? sum[i] : sum[i] * x.units[row + n + i];
+                for (int i = 0; i < N; i++) result[n + i] = sum[i];
             }
         }
     }
@@ -197,11 +217,10 @@ struct Multiplier {
     template <int N>
     void rows8(const uint8_t* block, int64_t ahead, int64_t row, int64_t some, Floats* result) {
         for (int64_t n = 0; n < some; n += N) {
-            const uint8_t* scales = multiply<8>(x.first(row + n), x.width, block, n ? 0 : ahead);
+            const Floats scale = load((const float*)multiply<8>(x.whole_row(row + n), x.width, block, n ? 0 : ahead));
             const LooseInts *one = (const LooseInts*)sums[0], *other = (const LooseInts*)sums[1];
             for (int i = 0; i < N; i++)
-                result[n + i] = scaled8(scales, one[2 * i] + other[2 * i], one[2 * i + 1] + other[2 * i + 1],
-                                        x.units[row + n + i]);
+                result[n + i] = whole(one[2 * i] + other[2 * i], one[2 * i + 1] + other[2 * i + 1]) * scale * x.units[row + n + i];
         }
     }
 
@@ -220,6 +239,6 @@ struct Multiplier {
 extern "C" {
 
 // Asks the system for tiles. 0: it has none for us.
-int lossyspec_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
+int lossyspec_tiles() { return tiles_allowed(); }
 
 }  // extern "C"

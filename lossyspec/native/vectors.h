@@ -5,15 +5,18 @@
 #include <cstring>
 #include <immintrin.h>
 
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__)
+#if defined(EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__))
 #define TILES
 #endif
 
 namespace {
 
 constexpr int LANES = 16, GROUP = 32, GROUP4_BYTES = 320, ROWS = 8;
-constexpr int AHEAD = 16384;  // bytes of weights that are fetched ahead: the hardware alone stays behind
-constexpr float MOST = 63.0f, SECOND = 126.0f;
+constexpr int AHEAD = 12288;  // bytes of weights that are fetched ahead: the hardware alone stays behind
+// Of digits: the largest, and second ones to a first one. From TWICE times the mean of squares on a group has both, and where there
+// are under FEW groups.
+constexpr float MOST = 127.0f, SECOND = 254.0f, TWICE = 2.25f;
+constexpr int FEW = 4;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -30,6 +33,14 @@ typedef uint16_t LooseHalves __attribute__((vector_size(32), aligned(1), may_ali
 
 inline Floats load(const float* from) { return *(const LooseFloats*)from; }
 inline void store(float* to, Floats value) { *(LooseFloats*)to = value; }
+// What is used twice: the compiler would ask twice for a line that is still on its way, and wait in two places.
+inline Bytes read_once(const void* from) {
+    Bytes result = *(const LooseBytes*)from;
+#if defined(__AVX512F__)
+    asm volatile("" : "+v"(result));
+#endif
+    return result;
+}
 // The compiler lays a number into lanes that the CPU has not by storing it lane by lane.
 #if defined(__AVX512F__)
 inline Floats all(float value) { return value - Floats{}; }
@@ -46,6 +57,17 @@ inline Ints all(int32_t value) {
     return both.whole;
 }
 #endif
+
+// a b + c, rounded once. Left to the compiler, a sum is rounded once here and twice there, and then rows differ by company.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    union Split { Floats whole; __m256 half[2]; } x{a}, y{b}, z{c};
+    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+    return z.whole;
+#endif
+}
 
 inline Floats load_bf16(const void* from) {
     Halves halves = *(const LooseHalves*)from;
@@ -93,6 +115,15 @@ inline Quarter quarters(Floats values) {
 
 inline float total(Floats values) {
     const Quarter four = quarters(values);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+inline int32_t total(Ints values) {
+    typedef int32_t Eight __attribute__((vector_size(32)));
+    typedef int32_t Quarter __attribute__((vector_size(16)));
+    union { Ints whole; Eight half[2]; } sixteen{values};
+    union { Eight whole; Quarter half[2]; } eight{sixteen.half[0] + sixteen.half[1]};
+    const Quarter four = eight.half[0] + eight.half[1];
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
@@ -144,21 +175,44 @@ inline Floats totals(const Floats* from) {
 #endif
 }
 
-// Adds to each lane its four products of unsigned and signed bytes. Where two products are added in 16 bits, 7 bits of one
-// and 8 of the other do not overflow.
-inline Ints dot(Ints sum, Bytes unsigned_bytes, Bytes signed_bytes) {
+// Adds to each lane its four products of int4 weights with digits.
+inline Ints dot4(Ints sum, Bytes weights, Bytes digits) {
 #if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)unsigned_bytes, (__m512i)signed_bytes);
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)digits);
 #elif defined(__AVX512BW__)
-    __m512i pairs = _mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)signed_bytes);
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)digits);
     return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
-    union Split { Bytes whole; Ints ints; __m256i half[2]; } u{unsigned_bytes}, s{signed_bytes}, result;
+    union Split { Bytes whole; Ints ints; __m256i half[2]; } u{weights}, s{digits}, result;
     for (int i = 0; i < 2; i++)
         result.half[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(u.half[i], s.half[i]), _mm256_set1_epi16(1));
     return sum + result.ints;
 #else
 #error "needs AVX2"
+#endif
+}
+
+// The same of int8 weights, -127 .. 127. One side of the instruction is unsigned: weights are 128 more then, and SHIFT8 times
+// the sum of the digits is taken off. Where two products are added in 16 bits, the sign goes over to the other side instead.
+#if defined(__AVX512VNNI__)
+constexpr int SHIFT8 = 128;
+#else
+constexpr int SHIFT8 = 0;
+#endif
+inline Ints dot8(Ints sum, Bytes weights, Bytes digits) {
+#if defined(__AVX512VNNI__)
+    return dot4(sum, weights ^ 128, digits);
+#elif defined(__AVX512BW__)
+    const __mmask64 below = _mm512_movepi8_mask((__m512i)digits);
+    const __m512i turned = _mm512_mask_sub_epi8((__m512i)weights, below, _mm512_setzero_si512(), (__m512i)weights);
+    return dot4(sum, (Bytes)_mm512_abs_epi8((__m512i)digits), (Bytes)turned);
+#else
+    union Split { Bytes whole; __m256i half[2]; } w{weights}, d{digits};
+    for (int i = 0; i < 2; i++) {
+        w.half[i] = _mm256_sign_epi8(w.half[i], d.half[i]);
+        d.half[i] = _mm256_abs_epi8(d.half[i]);
+    }
+    return dot4(sum, d.whole, w.whole);
 #endif
 }
 
