@@ -2,6 +2,8 @@
 // and folded into what the chunks before it gave, in their order. So a token's numbers depend neither on the tokens beside
 // it nor on who takes which chunk.
 #pragma once
+#include <utility>
+
 #include "vectors.h"
 
 namespace {
@@ -36,7 +38,7 @@ inline void read_slots(const uint16_t* from, int64_t count, float* to) {
 // Has numbers brought near that are needed soon: a chunk is too short for the hardware to see what comes.
 template <typename Number>
 inline void fetch(const Number* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(Number)) __builtin_prefetch(from + i, 0, 2);
+    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(Number)) __builtin_prefetch(from + i, 0, 3);
 }
 
 // Scores of one query over 16 slots.
@@ -64,34 +66,43 @@ inline Floats scores_of(const float* q, const float* keys, int64_t size) {
     return score;
 }
 
-// y (size) = the sum of weights[slot] times values (slots, size) over slots [from, to). Two chains, since one product waits
-// for the last of its chain.
-template <int SIZE>
-inline void weighted_sum(const float* weights, const float* values, int64_t size, int64_t from, int64_t to, float* y) {
+// Queries whose values are added up together: a value is loaded once for them.
+#if defined(__AVX512F__)
+constexpr int TOGETHER = 3;
+#else
+constexpr int TOGETHER = 1;
+#endif
+
+// For N queries, y + n * step (size) = the sum of weights[slot + n * CHUNK] times values (slots, size) over slots [from, to). Two
+// chains, since one product waits for the last of its chain; their order does not depend on N.
+template <int SIZE, int N>
+inline void weighted_sums(const float* weights, const float* values, int64_t size, int64_t from, int64_t to, float* y, int64_t step) {
     constexpr int WIDE = 4;
     int64_t i = 0;
     for (; i + WIDE * LANES <= size; i += WIDE * LANES) {
-        Floats even[WIDE] = {}, odd[WIDE] = {};
-        int64_t slot = from;
-        if (slot % 2 && slot < to) {
-            for (int j = 0; j < WIDE; j++) odd[j] += all(weights[slot]) * load(values + slot * size + i + j * LANES);
-            slot++;
-        }
-        for (; slot + 2 <= to; slot += 2)
-            for (int j = 0; j < WIDE; j++) {
-                even[j] += all(weights[slot]) * load(values + slot * size + i + j * LANES);
-                odd[j] += all(weights[slot + 1]) * load(values + (slot + 1) * size + i + j * LANES);
+        Floats even[N][WIDE] = {}, odd[N][WIDE] = {};
+        const auto add = [&](Floats (*sums)[WIDE], int64_t slot) {
+            Floats value[WIDE];
+            for (int j = 0; j < WIDE; j++) value[j] = load(values + slot * size + i + j * LANES);
+            for (int n = 0; n < N; n++) {
+                const Floats weight = all(weights[n * CHUNK + slot]);
+                for (int j = 0; j < WIDE; j++) sums[n][j] = fused(weight, value[j], sums[n][j]);
             }
-        if (slot < to)
-            for (int j = 0; j < WIDE; j++) even[j] += all(weights[slot]) * load(values + slot * size + i + j * LANES);
-        for (int j = 0; j < WIDE; j++) store(y + i + j * LANES, even[j] + odd[j]);
+        };
+        int64_t slot = from;
+        if (slot % 2 && slot < to) add(odd, slot++);
+        for (; slot + 2 <= to; slot += 2) add(even, slot), add(odd, slot + 1);
+        if (slot < to) add(even, slot);
+        for (int n = 0; n < N; n++)
+            for (int j = 0; j < WIDE; j++) store(y + n * step + i + j * LANES, even[n][j] + odd[n][j]);
     }
     if (SIZE && SIZE % (WIDE * LANES) == 0) return;
-    for (; i < size; i++) {
-        float one = 0.0f;
-        for (int64_t slot = from; slot < to; slot++) one += weights[slot] * values[slot * size + i];
-        y[i] = one;
-    }
+    for (; i < size; i++)
+        for (int n = 0; n < N; n++) {
+            float one = 0.0f;
+            for (int64_t slot = from; slot < to; slot++) one += weights[n * CHUNK + slot] * values[slot * size + i];
+            y[n * step + i] = one;
+        }
 }
 
 // Each query's part of the slots [begin, end) of one chunk. keys, values: (slots, size) from slot 0 of the row on; there are
@@ -104,42 +115,65 @@ void attend_chunk(const Query* queries, int64_t count, const Number* keys, const
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float *scores = scratch, *k = scores + count * CHUNK, *v = k + CHUNK * rounded(size);
     const float *these_keys = k, *these_values = v;
-    if (sizeof(Number) == sizeof(float) && begin + rounded(slots) <= room) {  // scores past the end are taken out
+    const bool in_place = sizeof(Number) == sizeof(float) && begin + rounded(slots) <= room;  // scores past the end are taken out
+    if (in_place) {
         these_keys = (const float*)(keys + begin * size), these_values = (const float*)(values + begin * size);
     } else {
         read_slots(keys + begin * size, slots * size, k);
-        read_slots(values + begin * size, slots * size, v);
         std::memset(k + slots * size, 0, 4 * (rounded(slots) - slots) * size);
     }
-    for (int64_t n = 0; n < count; n++) {
+    const auto seen = [&](int64_t n) {  // first and last slot of this chunk
         const Query& query = queries[n];
+        return std::pair<int64_t, int64_t>(query.first > begin ? query.first - begin : 0, query.end < end ? query.end - begin : slots);
+    };
+    const bool goes_on = queries[count - 1].end > end;
+    for (int64_t n = 0; n < count; n++) {
         float *part = parts + n * part_numbers(size), *weights = scores + n * CHUNK;
-        const int64_t first = query.first > begin ? query.first - begin : 0;
-        const int64_t last = query.end < end ? query.end - begin : slots;
+        const auto [first, last] = seen(n);
         if (first >= last) {
             std::memset(part, 0, 4 * size);
             part[size] = -INFINITY, part[size + 1] = 0.0f;
             continue;
         }
+        const bool whole = first == 0 && last == CHUNK;
         Floats most = all(-INFINITY);
         for (int64_t slot = first / LANES * LANES; slot < last; slot += LANES) {
-            if (n == 0 && these_values != v) fetch(these_values + slot * size, LANES * size);
-            Floats score = scores_of<SIZE>(query.states, these_keys + slot * size, size);
-            const Ints place = lanes + all((int32_t)slot);
-            score = (place < all((int32_t)first)) | (place >= all((int32_t)last)) ? all(-INFINITY) : score;
+            if (goes_on) {  // the next chunk is on its way while this one is worked on
+                const int64_t from = end + (n * CHUNK + slot) / count, to = end + (n * CHUNK + slot + LANES) / count;
+                fetch(keys + from * size, (to - from) * size);
+                fetch(values + from * size, (to - from) * size);
+            }
+            Floats score = scores_of<SIZE>(queries[n].states, these_keys + slot * size, size);
+            if (!whole) {
+                const Ints place = lanes + all((int32_t)slot);
+                score = (place < all((int32_t)first)) | (place >= all((int32_t)last)) ? all(-INFINITY) : score;
+            }
             store(weights + slot, score);
             most = score > most ? score : most;
         }
         const float top = largest(most);
         Floats sum = {};
-        for (int64_t slot = first / LANES * LANES; slot < last; slot += LANES) {
-            const Floats weight = exponential_or_0(load(weights + slot) - all(top));
+        const auto weigh = [&](int64_t slot) {
+            const Floats weight = decayed(load(weights + slot) - all(top));
             store(weights + slot, weight);
             sum += weight;
+        };
+        if (whole) {
+#pragma GCC unroll 4
+            for (int64_t slot = 0; slot < CHUNK; slot += LANES) weigh(slot);
+        } else {
+            for (int64_t slot = first / LANES * LANES; slot < last; slot += LANES) weigh(slot);
         }
         part[size] = top, part[size + 1] = total(sum);
-        if (n == 0 && queries[count - 1].end > end) fetch(keys + end * size, CHUNK * size);
-        weighted_sum<SIZE>(weights, these_values, size, first, last, part);
+    }
+    if (!in_place) read_slots(values + begin * size, slots * size, v);
+    for (int64_t n = 0, more; n < count; n += more) {
+        const auto range = seen(n);
+        for (more = 1; more < TOGETHER && n + more < count && seen(n + more) == range;) more++;
+        if (range.first >= range.second) continue;
+        float* part = parts + n * part_numbers(size);
+        const auto sums = more == 1 ? weighted_sums<SIZE, 1> : more == 2 ? weighted_sums<SIZE, 2> : weighted_sums<SIZE, 3>;
+        sums(scores + n * CHUNK, these_values, size, range.first, range.second, part, part_numbers(size));
     }
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
+#include <initializer_list>
 
 #if defined(EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__))
 #define TILES
@@ -261,6 +262,20 @@ inline Floats exponential_or_0(Floats x) {
     const Ints between = low & (x > all(-104.0f));
     if (any(between)) result = between ? exponential(x + all(40.0f)) * all(4.24835426e-18f) : result;
     return result;
+}
+
+// exp of what is at most 0, or NaN; 0 from -105 on.
+inline Floats decayed(Floats x) {
+#if defined(__AVX512F__)
+    x = (Floats)_mm512_max_ps((__m512)all(-105.0f), (__m512)x);  // the second where it is NaN
+    const __m512 n = _mm512_roundscale_ps((__m512)(x * all(1.44269504088896341f)), 8);
+    const Floats whole = (Floats)n, f = fused(whole, all(2.12194440e-4f), fused(whole, all(-0.693359375f), x));
+    Floats p = fused(all(1.0f / 5040), f, all(1.0f / 720));
+    for (float next : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fused(p, f, all(next));
+    return (Floats)_mm512_scalef_ps((__m512)p, n);
+#else
+    return exponential_or_0(x);
+#endif
 }
 
 // x log x (relative error 1e-6), and 0 times x for what no normal number of fp32 is. log m by its series in (m - 1) / (m + 1).
