@@ -35,35 +35,79 @@ inline void read_slots(const uint16_t* from, int64_t count, float* to) {
     for (; i < count; i++) to[i] = widened(from[i]);
 }
 
-// Has numbers brought near that are needed soon: a chunk is too short for the hardware to see what comes.
+// bf16 numbers in pairs: of 32 the 16 even ones, then the odd ones, each an operation away from its pair. Sums over a head do not
+// mind its order, so queries and results have it too where keys and values are read in it.
+inline Floats load_pair(const uint16_t* from, int which) {
+    const Ints pairs = *(const LooseInts*)from;
+    return which ? (Floats)(pairs & all((int32_t)0xffff0000)) : (Floats)(pairs << 16);
+}
+inline void read_pairs(const uint16_t* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i += LANES) store(to + i, load_pair(from + i / (2 * LANES) * 2 * LANES, i / LANES % 2));
+}
+// Numbers in their own order as pairs are read, and back, times a unit.
+inline void into_pairs(const float* from, int64_t size, float* to) {
+    for (int64_t i = 0; i < size; i += 2 * LANES) {
+#if defined(__AVX512F__)
+        const Floats one = load(from + i), other = load(from + i + LANES);
+        const Ints even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, odd = even + 1;
+        store(to + i, __builtin_shuffle(one, other, even));
+        store(to + i + LANES, __builtin_shuffle(one, other, odd));
+#else
+        for (int j = 0; j < 2 * LANES; j++) to[i + j % 2 * LANES + j / 2] = from[i + j];
+#endif
+    }
+}
+inline void out_of_pairs(const float* from, int64_t size, float unit, float* to) {
+    for (int64_t i = 0; i < size; i += 2 * LANES) {
+#if defined(__AVX512F__)
+        const Floats even = load(from + i) * all(unit), odd = load(from + i + LANES) * all(unit);
+        const Ints low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+        store(to + i, __builtin_shuffle(even, odd, low));
+        store(to + i + LANES, __builtin_shuffle(even, odd, high));
+#else
+        for (int j = 0; j < 2 * LANES; j++) to[i + j] = from[i + j % 2 * LANES + j / 2] * unit;
+#endif
+    }
+}
+
+// The j-th 16 numbers of a head's keys or values.
+template <typename Number>
+inline Floats part_of(const Number* from, int64_t j) {
+    if constexpr (sizeof(Number) == sizeof(float)) return load(from + j * LANES);
+    else return load_pair(from + j / 2 * 2 * LANES, j % 2);
+}
+
+// Has numbers brought near that are needed soon: a chunk is too short for the hardware to see what comes. A function that does
+// nothing else than __builtin_prefetch is left out by the compiler.
 template <typename Number>
 inline void fetch(const Number* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(Number)) __builtin_prefetch(from + i, 0, 3);
+    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(Number)) asm volatile("prefetcht0 (%0)" ::"r"(from + i));
 }
 
 // Scores of one query over 16 slots.
-template <int SIZE>
-inline Floats scores_of(const float* q, const float* keys, int64_t size) {
+template <int SIZE, typename Number>
+inline Floats scores_of(const float* q, const Number* keys, int64_t size) {
     Floats sums[LANES];
-    const int64_t whole = size / LANES * LANES;
-    if (SIZE) {
+    if constexpr (SIZE != 0) {
 #pragma GCC unroll 16
         for (int j = 0; j < LANES; j++) {
-            Floats sum = load(q) * load(keys + j * SIZE);
+            Floats sum = load(q) * part_of(keys + j * SIZE, 0);
 #pragma GCC unroll 8
-            for (int i = LANES; i < SIZE; i += LANES) sum += load(q + i) * load(keys + j * SIZE + i);
+            for (int i = 1; i < SIZE / LANES; i++) sum = fused(load(q + i * LANES), part_of(keys + j * SIZE, i), sum);
             sums[j] = sum;
         }
         return totals(sums);
+    } else {
+        const int64_t whole = size / LANES * LANES;
+        for (int j = 0; j < LANES; j++) {
+            sums[j] = Floats{};
+            for (int64_t i = 0; i < whole; i += LANES) sums[j] += load(q + i) * load(keys + j * size + i);
+        }
+        Floats score = totals(sums);
+        for (int64_t i = whole; i < size; i++)
+            for (int j = 0; j < LANES; j++) score[j] += q[i] * keys[j * size + i];
+        return score;
     }
-    for (int j = 0; j < LANES; j++) {
-        sums[j] = Floats{};
-        for (int64_t i = 0; i < whole; i += LANES) sums[j] += load(q + i) * load(keys + j * size + i);
-    }
-    Floats score = totals(sums);
-    for (int64_t i = whole; i < size; i++)
-        for (int j = 0; j < LANES; j++) score[j] += q[i] * keys[j * size + i];
-    return score;
 }
 
 // Queries whose values are added up together: a value is loaded once for them.
@@ -75,15 +119,15 @@ constexpr int TOGETHER = 1;
 
 // For N queries, y + n * step (size) = the sum of weights[slot + n * CHUNK] times values (slots, size) over slots [from, to). Two
 // chains, since one product waits for the last of its chain; their order does not depend on N.
-template <int SIZE, int N>
-inline void weighted_sums(const float* weights, const float* values, int64_t size, int64_t from, int64_t to, float* y, int64_t step) {
+template <int SIZE, int N, typename Number>
+inline void weighted_sums(const float* weights, const Number* values, int64_t size, int64_t from, int64_t to, float* y, int64_t step) {
     constexpr int WIDE = 4;
     int64_t i = 0;
     for (; i + WIDE * LANES <= size; i += WIDE * LANES) {
         Floats even[N][WIDE] = {}, odd[N][WIDE] = {};
         const auto add = [&](Floats (*sums)[WIDE], int64_t slot) {
             Floats value[WIDE];
-            for (int j = 0; j < WIDE; j++) value[j] = load(values + slot * size + i + j * LANES);
+            for (int j = 0; j < WIDE; j++) value[j] = part_of(values + slot * size + i, j);
             for (int n = 0; n < N; n++) {
                 const Floats weight = all(weights[n * CHUNK + slot]);
                 for (int j = 0; j < WIDE; j++) sums[n][j] = fused(weight, value[j], sums[n][j]);
@@ -96,37 +140,26 @@ inline void weighted_sums(const float* weights, const float* values, int64_t siz
         for (int n = 0; n < N; n++)
             for (int j = 0; j < WIDE; j++) store(y + n * step + i + j * LANES, even[n][j] + odd[n][j]);
     }
-    if (SIZE && SIZE % (WIDE * LANES) == 0) return;
-    for (; i < size; i++)
-        for (int n = 0; n < N; n++) {
+    if constexpr (SIZE == 0)
+        for (; i < size; i++)
+            for (int n = 0; n < N; n++) {
             float one = 0.0f;
             for (int64_t slot = from; slot < to; slot++) one += weights[n * CHUNK + slot] * values[slot * size + i];
             y[n * step + i] = one;
         }
 }
 
-// Each query's part of the slots [begin, end) of one chunk. keys, values: (slots, size) from slot 0 of the row on; there are
-// `room` slots, of which those that no token has written yet hold anything. SIZE: of a head, or 0 where the compiler does not
-// know it.
-template <int SIZE, typename Number>
-void attend_chunk(const Query* queries, int64_t count, const Number* keys, const Number* values, int64_t room, int64_t any_size,
-                  int64_t begin, int64_t end, float* scratch, float* parts) {
-    const int64_t size = SIZE ? SIZE : any_size, slots = end - begin;
+// Each query's part of a chunk of `slots` slots, `begin` slots from the row's first one. keys, values: (slots, size) of the chunk;
+// 16 slots are read at a time, and what comes of those past the last is taken out. ahead(n, slot): called as work goes on.
+template <int SIZE, typename Number, typename Ahead>
+inline void attend_slots(const Query* queries, int64_t count, const Number* keys, const Number* values, int64_t any_size,
+                         int64_t begin, int64_t slots, float* scores, float* parts, Ahead ahead) {
+    const int64_t size = SIZE ? SIZE : any_size;
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    float *scores = scratch, *k = scores + count * CHUNK, *v = k + CHUNK * rounded(size);
-    const float *these_keys = k, *these_values = v;
-    const bool in_place = sizeof(Number) == sizeof(float) && begin + rounded(slots) <= room;  // scores past the end are taken out
-    if (in_place) {
-        these_keys = (const float*)(keys + begin * size), these_values = (const float*)(values + begin * size);
-    } else {
-        read_slots(keys + begin * size, slots * size, k);
-        std::memset(k + slots * size, 0, 4 * (rounded(slots) - slots) * size);
-    }
     const auto seen = [&](int64_t n) {  // first and last slot of this chunk
-        const Query& query = queries[n];
-        return std::pair<int64_t, int64_t>(query.first > begin ? query.first - begin : 0, query.end < end ? query.end - begin : slots);
+        const int64_t first = queries[n].first - begin, last = queries[n].end - begin;
+        return std::pair<int64_t, int64_t>(first > 0 ? first : 0, last < slots ? last : slots);
     };
-    const bool goes_on = queries[count - 1].end > end;
     for (int64_t n = 0; n < count; n++) {
         float *part = parts + n * part_numbers(size), *weights = scores + n * CHUNK;
         const auto [first, last] = seen(n);
@@ -138,12 +171,8 @@ void attend_chunk(const Query* queries, int64_t count, const Number* keys, const
         const bool whole = first == 0 && last == CHUNK;
         Floats most = all(-INFINITY);
         for (int64_t slot = first / LANES * LANES; slot < last; slot += LANES) {
-            if (goes_on) {  // the next chunk is on its way while this one is worked on
-                const int64_t from = end + (n * CHUNK + slot) / count, to = end + (n * CHUNK + slot + LANES) / count;
-                fetch(keys + from * size, (to - from) * size);
-                fetch(values + from * size, (to - from) * size);
-            }
-            Floats score = scores_of<SIZE>(queries[n].states, these_keys + slot * size, size);
+            ahead(n, slot);
+            Floats score = scores_of<SIZE>(queries[n].states, keys + slot * size, size);
             if (!whole) {
                 const Ints place = lanes + all((int32_t)slot);
                 score = (place < all((int32_t)first)) | (place >= all((int32_t)last)) ? all(-INFINITY) : score;
@@ -166,15 +195,43 @@ void attend_chunk(const Query* queries, int64_t count, const Number* keys, const
         }
         part[size] = top, part[size + 1] = total(sum);
     }
-    if (!in_place) read_slots(values + begin * size, slots * size, v);
     for (int64_t n = 0, more; n < count; n += more) {
         const auto range = seen(n);
         for (more = 1; more < TOGETHER && n + more < count && seen(n + more) == range;) more++;
         if (range.first >= range.second) continue;
-        float* part = parts + n * part_numbers(size);
-        const auto sums = more == 1 ? weighted_sums<SIZE, 1> : more == 2 ? weighted_sums<SIZE, 2> : weighted_sums<SIZE, 3>;
-        sums(scores + n * CHUNK, these_values, size, range.first, range.second, part, part_numbers(size));
+        const auto sums = more == 1   ? weighted_sums<SIZE, 1, Number>
+                          : more == 2 ? weighted_sums<SIZE, 2, Number>
+                                      : weighted_sums<SIZE, 3, Number>;
+        sums(scores + n * CHUNK, values, size, range.first, range.second, parts + n * part_numbers(size), part_numbers(size));
     }
+}
+
+// The same of the slots [begin, end). keys, values: (slots, size) from slot 0 of the row on; there are `room` slots, of which those
+// that no token has written yet hold anything. SIZE: of a head, or 0 where the compiler does not know it.
+template <int SIZE, typename Number>
+void attend_chunk(const Query* queries, int64_t count, const Number* keys, const Number* values, int64_t room, int64_t any_size,
+                  int64_t begin, int64_t end, float* scratch, float* parts) {
+    constexpr bool HALF = sizeof(Number) < sizeof(float);
+    const int64_t size = SIZE ? SIZE : any_size, slots = end - begin, read = rounded(slots) * size;
+    float *scores = scratch, *k = scores + count * CHUNK, *v = k + CHUNK * rounded(size);
+    const Number *these_keys = keys + begin * size, *these_values = values + begin * size;
+    const bool goes_on = queries[count - 1].end > end, inside = begin + rounded(slots) <= room;
+    const auto ahead = [&](int64_t n, int64_t slot) {  // the next chunk is on its way while this one is worked on
+        if (!goes_on) return;
+        const int64_t from = end + (n * CHUNK + slot) / count, to = end + (n * CHUNK + slot + LANES) / count;
+        fetch(keys + from * size, (to - from) * size);
+        fetch(values + from * size, (to - from) * size);
+    };
+    if constexpr (SIZE || !HALF)
+        if (inside) return attend_slots<SIZE>(queries, count, these_keys, these_values, size, begin, slots, scores, parts, ahead);
+    const auto copy = [&](const Number* from, float* to) {
+        if constexpr (SIZE && HALF) read_pairs(from, slots * size, to);
+        else read_slots(from, slots * size, to);
+        std::memset(to + slots * size, 0, 4 * (read - slots * size));
+    };
+    copy(these_keys, k);
+    copy(these_values, v);
+    attend_slots<SIZE>(queries, count, (const float*)k, (const float*)v, size, begin, slots, scores, parts, ahead);
 }
 
 // Takes the next chunk's part into what was seen until there.
@@ -191,10 +248,11 @@ inline void fold(float* seen, const float* part, int64_t size) {
     for (; i < size; i++) seen[i] = seen[i] * old + part[i] * young;
 }
 
-// y (size) of all that was seen.
-inline void finish(const float* seen, int64_t size, float* y) {
+// y (size) of all that was seen, which is in the order of pairs or its own.
+inline void finish(const float* seen, int64_t size, bool pairs, float* y) {
     const float unit = 1.0f / seen[size + 1];
-    for (int64_t i = 0; i < size; i++) y[i] = seen[i] * unit;
+    if (pairs) out_of_pairs(seen, size, unit, y);
+    else for (int64_t i = 0; i < size; i++) y[i] = seen[i] * unit;
 }
 
 template <typename Number>
@@ -215,7 +273,7 @@ struct Attention {
     const int64_t group = heads / kv_heads, pieces = (count + ROWS - 1) / ROWS, tasks = rows * pieces * kv_heads;
     const int64_t queries = (count < ROWS ? count : ROWS) * group, numbers = part_numbers(size);
     const int64_t chunks = most_chunks();
-    const bool spread = chunks > 1 && tasks < 4 * threads;
+    const bool spread = chunks > 1 && tasks < 4 * threads, pairs = half && (size == 64 || size == 128);
 
     int64_t most_chunks() const {
         int64_t longest = 0;
@@ -225,13 +283,13 @@ struct Attention {
 
     // Room that all threads share, and that each has for itself, in numbers.
     int64_t shared_room() const { return spread ? tasks * chunks * queries * numbers : 0; }
-    int64_t own_room() const { return chunk_scratch(queries, size) + 2 * queries * numbers + LANES; }
+    int64_t own_room() const { return chunk_scratch(queries, size) + queries * (2 * numbers + size) + LANES; }
 
     // One layer, by all threads of a parallel region. keys, values: (rows, kv_heads, slots, size). states: (tokens, wide), the
     // heads of q first, scaled and turned. y: (tokens, heads, size).
     void layer(const void* keys, const void* values, int64_t slots, int64_t window, const float* states, int64_t wide,
                float* shared, float* own, Query* asked, float* y) const {
-        float *seen = own + chunk_scratch(queries, size), *part = seen + queries * numbers;
+        float *seen = own + chunk_scratch(queries, size), *part = seen + queries * numbers, *turned = part + queries * numbers;
         const auto see = spread ? chunks : 1, step = spread ? tasks * chunks / (4 * threads) + 1 : 1;
 #pragma omp for schedule(dynamic, step)
         for (int64_t index = 0; index < tasks * see; index++) {
@@ -240,8 +298,9 @@ struct Attention {
             const int64_t first = piece * ROWS, some = count - first < ROWS ? count - first : ROWS;
             for (int64_t n = 0; n < some * group; n++) {
                 const int64_t token = first + n / group, slot = starts[row] + token;
-                asked[n] = {states + (row * count + token) * wide + (head * group + n % group) * size, first_seen(slot, window),
-                            slot + 1};
+                const float* its = states + (row * count + token) * wide + (head * group + n % group) * size;
+                if (pairs) into_pairs(its, size, turned + n * size), its = turned + n * size;
+                asked[n] = {its, first_seen(slot, window), slot + 1};
             }
             const auto attend = [&](int64_t chunk, float* parts) {
                 const int64_t last = asked[some * group - 1].end, begin = chunk * CHUNK;
@@ -262,7 +321,7 @@ struct Attention {
             }
             for (int64_t n = 0; n < some * group; n++) {
                 const int64_t token = row * count + first + n / group;
-                finish(seen + n * numbers, size, y + (token * heads + head * group + n % group) * size);
+                finish(seen + n * numbers, size, pairs, y + (token * heads + head * group + n % group) * size);
             }
         }
         if (!spread) return;
@@ -275,7 +334,7 @@ struct Attention {
             nothing_seen(seen);
             for (int64_t chunk = from; chunk * CHUNK <= starts[row] + n; chunk++)
                 fold(seen, shared + ((task * chunks + chunk) * queries + query) * numbers, size);
-            finish(seen, size, y + index * size);
+            finish(seen, size, pairs, y + index * size);
         }
     }
 
