@@ -24,6 +24,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shared:
     mask: (batch, 1 or kv_heads, n, T) of booleans; the first `shared` of T are known to be visible to all. Grouped heads
     share their keys without copies of them."""
     batch, count, heads, size = q.shape
+    keys, values = keys.to(q.dtype), values.to(q.dtype)  # a cache may be kept in fewer bits
     if q.device.type != "cpu" or count > _SHORT or q.dtype != torch.float32:
         queries = q.transpose(1, 2)
         if mask is not None and mask.shape[1] > 1:

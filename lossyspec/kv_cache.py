@@ -61,8 +61,8 @@ class _RowLayer(CacheLayerMixin):
             self.keys[:rows, :, place] = key_states
             self.values[:rows, :, place] = value_states
         else:
-            self.keys[owner.row_index, :, owner.slots] = key_states.transpose(1, 2)
-            self.values[owner.row_index, :, owner.slots] = value_states.transpose(1, 2)
+            self.keys[owner.row_index, :, owner.slots] = key_states.transpose(1, 2).to(self.keys.dtype)
+            self.values[owner.row_index, :, owner.slots] = value_states.transpose(1, 2).to(self.values.dtype)
         return self.keys[:rows, :, : owner.extent], self.values[:rows, :, : owner.extent]
 
     def join(self, other: _RowLayer, rows: int, others: int, room: int) -> None:

@@ -69,6 +69,11 @@ class Runner:
         """Whether passes of few tokens run by the compiled code."""
         return self._native is not None
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._native.dtype if self._native is not None else self.model.dtype
+
     def fork(self) -> Runner:
         """The same model with a cache of its own, so that two texts can go on in turns."""
         other = copy.copy(self)

@@ -277,7 +277,7 @@ def _token_bytes(decoder: Decoder) -> int:
     """Bytes that one token takes in the caches of the target and of a draft model."""
     draft = getattr(decoder.draft, "runner", None)
     return sum(
-        numbers_per_token(runner.model.config) * runner.model.dtype.itemsize
+        numbers_per_token(runner.model.config) * runner.cache_dtype.itemsize
         for runner in (decoder.target, draft)
         if isinstance(runner, Runner)
     )

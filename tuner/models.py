@@ -98,8 +98,8 @@ class ModelPool:
             else:
                 copies = 2 if native and own == "bf16" else 1  # the compiled passes have their own, beside that for prompts
                 total += copies * WEIGHT_BYTES[own] * model.weights
-                on_gpu = model.model.device.type == "cuda"  # where nothing beside packed weights is fp32
-                held = 2 if on_gpu and own in QUANTISED else CACHE_BYTES[own]
+                sixteen_bits = own in QUANTISED and (native or model.model.device.type == "cuda")
+                held = 2 if sixteen_bits else CACHE_BYTES[own]
                 total += held * batch * context * numbers_per_token(model.model.config)
         return round(total)
 

@@ -48,10 +48,10 @@ def blocks_of(part: Any) -> Blocks | None:
 
 
 class NativeLayers:
-    """Dense passes of layers whose matrices are all `Blocks`, or bf16 ones that it packs a copy of, over a RowCache in fp32,
-    or bf16 beside such."""
+    """Dense passes of layers whose matrices are all `Blocks`, or bf16 ones that it packs a copy of, over a RowCache in fp32
+    or bf16."""
 
-    #: of the cache
+    #: of a cache that it begins
     dtype = torch.float32
 
     def __init__(
@@ -139,7 +139,7 @@ class NativeLayers:
         keys, values, slots = self._places(cache)
         result = build.Pass(
             keys, values, (number * rows)(*starts), slots, cosines, sines,
-            rows, count, torch.get_num_threads(), self.dtype == torch.bfloat16,
+            rows, count, torch.get_num_threads(), cache.layers[0].keys.dtype == torch.bfloat16,
         )  # fmt: skip
         result.kept = turns  # while the pass has their addresses
         return result
@@ -171,7 +171,8 @@ class NativeLayers:
 
 
 class NativeStack(NativeLayers):
-    """The same of a fused stack."""
+    """The same of a fused stack. Keys and values are kept in bf16, beside packed weights too: with long texts a pass reads
+    little else."""
 
     def __init__(self, stack: FusedStack) -> None:
         """Raises `Unfit`."""
@@ -190,14 +191,14 @@ class NativeStack(NativeLayers):
             stack.layers, stack.norm, (stack.heads, stack.kv_heads, stack.size), stack.scale, turns, stack.kinds,
             getattr(config, "sliding_window", None) or 0, stack.head_epsilon,
         )  # fmt: skip
-        self._stack, self.dtype = stack, stack.model.dtype
+        self._stack, self._numbers, self.dtype = stack, stack.model.dtype, torch.bfloat16
         self._embed = stack.model.base_model.embed_tokens
         self._head = pack16(stack.model.get_output_embeddings().weight) if self._plain_head() else None
 
     def takes(self, count: int) -> bool:
         """Whether a pass of so many tokens a row runs here: prompts are read faster by the CPU's units for bf16. All others
         round alike, plain ones and those that verify, whatever the batch."""
-        return self.dtype != torch.bfloat16 or count <= _FEW or not multiplies_bf16()
+        return self._numbers != torch.bfloat16 or count <= _FEW or not multiplies_bf16()
 
     def _plain_head(self) -> bool:
         """Whether the output rows are a linear layer in bf16 that nothing listens to."""
@@ -208,7 +209,7 @@ class NativeStack(NativeLayers):
 
     def hidden(self, tokens: Tensor, starts: Sequence[int], cache: RowCache) -> Tensor:
         """Final states (batch, n, hidden) of tokens (batch, n), in the model's dtype; see `through`."""
-        return self.through(self._embed(tokens).float(), starts, cache).to(self.dtype)
+        return self.through(self._embed(tokens).float(), starts, cache).to(self._numbers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(.., V) of hidden states."""
