@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -130,11 +131,13 @@ class Runner:
     def check(self, logits: Tensor, starts: list[int]) -> None:
         """Waits for logits of `launch`. Raises NumericalError naming the model and the position when one is NaN or +inf."""
         worst = laws.largest(logits) if laws.takes(logits) else logits.amax(-1)  # NaN spreads through both
-        if not bool(torch.isfinite(worst).all()):
-            row, column = (~torch.isfinite(worst)).nonzero()[0].tolist()
+        values = worst.tolist()  # of few numbers: torch.isfinite takes ten times as long
+        bad = ((row, column) for row, own in enumerate(values) for column, value in enumerate(own) if not isfinite(value))
+        if (place := next(bad, None)) is not None:
+            row, column = place
             error = NumericalError(
                 f"the {self.name} model {self.model.name_or_path or type(self.model).__name__} returned "
-                f"{float(worst[row, column])} as a logit at position {starts[row] + column} of row {row}; "
+                f"{values[row][column]} as a logit at position {starts[row] + column} of row {row}; "
                 f"try a precision with a wider range (bf16 or fp32)"
             )
             mark_row(error, row)

@@ -23,7 +23,7 @@ from lossyspec.cpu import instruction_sets
 from lossyspec.drafting import Proposal, Request
 from lossyspec.fused import Dense
 from lossyspec.head_drafting import FeatureDraft
-from lossyspec.likeness import apart, tolerance
+from lossyspec.likeness import apart
 from lossyspec.native import build, laws, products
 from lossyspec.native.passes import NativeStack, native_stack
 from lossyspec.packed import CPU, NATIVE
@@ -198,7 +198,7 @@ def test_both_kinds_of_passes_go_on_from_one_anothers_entries(first: str) -> Non
         mine._native = native if mine._native is None else None
         one_by_one.append(mine.logits(tokens[:, column : column + 1], [29 + column]))
     theirs.start([prompt], 64)
-    assert apart(torch.cat(one_by_one, 1), theirs.logits(tokens, [29])) < tolerance(torch.bfloat16)
+    assert apart(torch.cat(one_by_one, 1), theirs.logits(tokens, [29])) < 2e-2
 
 
 @compiled
@@ -241,7 +241,7 @@ def test_passes_are_those_of_torchs_operations(architecture: str, precision: str
     for count in (1, 4, 11, 1):  # fewer than a block of rows, more than one
         tokens = torch.randint(3, 90, (3, count), generator=generator)
         mine, theirs = (runner.logits(tokens, starts) for runner in both)
-        assert apart(mine, theirs) < (2e-3 if exact else tolerance(torch.bfloat16))
+        assert apart(mine, theirs) < (2e-3 if exact else 2e-2)
         for one, other in zip(both[0].cache.layers, both[1].cache.layers, strict=True):
             for part, its in ((one.keys, other.keys), (one.values, other.values)):
                 assert part.dtype == kept

@@ -135,7 +135,10 @@ class NativeLayers:
                 layer.lazy_initialization(empty, empty)
         turns = {kind: self._turned(kind, starts, count) for kind in set(self.kinds)}
         number, pointer, layers = ctypes.c_int64, ctypes.c_void_p, len(self.kinds)
-        cosines, sines = ((pointer * layers)(*[turns[kind][part].data_ptr() for kind in self.kinds]) for part in (0, 1))
+        cosines, sines = (
+            (pointer * layers)(*map({kind: own[part].data_ptr() for kind, own in turns.items()}.__getitem__, self.kinds))
+            for part in (0, 1)
+        )
         keys, values, slots = self._places(cache)
         result = build.Pass(
             keys, values, (number * rows)(*starts), slots, cosines, sines,
