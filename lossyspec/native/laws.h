@@ -1,6 +1,7 @@
 // Laws from logits, and tokens from laws.
 #pragma once
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "vectors.h"
@@ -110,8 +111,156 @@ void lossyspec_draw(const float* weights, int64_t rows, int64_t width, const dou
     }
 }
 
+}  // extern "C"
+
+namespace {
+
+// A position's p and q on the tokens that the draft has, and what p has on all others: each rule sees those through their sum.
+struct Position {
+    std::vector<float> p;
+    const float* q = nullptr;
+    double others = 0.0, impossible = 0.0;  // the draft's weight on tokens that the target excludes
+
+    // sums(i, add): of each number of tokens that the sums are asked for.
+    template <int N, typename Sums>
+    void sum(double (&result)[N], Sums sums) const {
+        double parts[N][LANES] = {};
+        const int64_t count = p.size();
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES)
+            for (int lane = 0; lane < LANES; lane++) {
+                double values[N];
+                sums((double)p[i + lane], (double)q[i + lane], values);
+                for (int n = 0; n < N; n++) parts[n][lane] += values[n];
+            }
+        for (; i < count; i++) {
+            double values[N];
+            sums((double)p[i], (double)q[i], values);
+            for (int n = 0; n < N; n++) parts[n][0] += values[n];
+        }
+        for (int n = 0; n < N; n++) {
+            result[n] = 0.0;
+            for (const double part : parts[n]) result[n] += part;
+        }
+    }
+
+    void set(const float* target, int64_t vocab, const float* draft, const int64_t* support, int64_t outputs) {
+        q = draft;
+        p.resize(outputs);
+        if (!support) std::memcpy(p.data(), target, 4 * outputs);
+        else for (int64_t i = 0; i < outputs; i++) p[i] = target[support[i]];
+        double both[2], whole = 0.0;
+        sum(both, [](double own, double its, double* values) { values[0] = own, values[1] = own > 0.0 ? 0.0 : its; });
+        impossible = both[1], others = 0.0;
+        if (!support) return;
+        double parts[LANES] = {};
+        int64_t i = 0;
+        for (; i + LANES <= vocab; i += LANES)
+            for (int lane = 0; lane < LANES; lane++) parts[lane] += target[i + lane];
+        for (; i < vocab; i++) parts[0] += target[i];
+        for (const double part : parts) whole += part;
+        others = whole > both[0] ? whole - both[0] : 0.0;
+    }
+
+    // 1 / lo: f >= 1 with sum (q - f p)+ = excess, by Newton's method: see acceptance.py.
+    double cap(double excess) const {
+        double factor = 1.0;
+        for (int step = 0; step < MOST_STEPS; step++) {
+            double both[2];
+            sum(both, [&](double own, double its, double* values) {
+                const bool active = its > factor * own;
+                values[0] = active ? own : 0.0, values[1] = active ? its : 0.0;
+            });
+            const double moved = both[0] > 0.0 ? (both[1] - excess) / both[0] : factor;
+            if (!(moved > factor)) break;
+            factor = moved;
+        }
+        return factor;
+    }
+
+    // 1 / hi: m <= 1 with sum (m p - q)+ = excess.
+    double under(double excess) const {
+        double factor = 1.0;
+        for (int step = 0; step < MOST_STEPS; step++) {
+            double both[2];
+            sum(both, [&](double own, double its, double* values) {
+                const bool active = factor * own > its;
+                values[0] = active ? own : 0.0, values[1] = active ? its : 0.0;
+            });
+            const double slope = both[0] + (factor > 0.0 ? others : 0.0);
+            const double moved = slope > 0.0 ? (both[1] + excess) / slope : factor;
+            if (!(moved < factor)) break;
+            factor = moved;
+        }
+        return factor;
+    }
+
+    static constexpr int MOST_STEPS = 64;
+};
+
+// `optimal` accepts q up to p / lo and fills up to p / hi: here 1 / lo and 1 / hi.
+struct Clip {
+    double cap = 1.0, under = 1.0;
+
+    static Clip optimal(const Position& at, float share) {
+        double half[1];
+        at.sum(half, [](double own, double its, double* values) { values[0] = std::fabs(own - its); });
+        const double excess = std::max((1.0 - share) * 0.5 * (half[0] + at.others), at.impossible);
+        return {at.cap(excess), at.under(excess)};
+    }
+
+    // hi - lo = kappa at each position: an active-set step inside a bracket, see acceptance.py.
+    static Clip priced(const Position& at, float share) {
+        const double kappa = share / std::max(1.0 - share, 1e-12);
+        double low = 1.0, high = 1.0;
+        for (size_t i = 0; i < at.p.size(); i++)
+            if (at.p[i] > 0.0f && at.q[i] > 0.0f) low = std::min(low, (double)at.p[i] / at.q[i]);
+        low = std::min(std::max({1.0 - kappa, low, 1e-300}), 1.0);
+        double lo = high;
+        for (int step = 0; step < Position::MOST_STEPS && kappa > 0.0; step++) {
+            const double hi = lo + kappa;
+            double sums[3];  // q of capped and of floored tokens; p of each
+            at.sum(sums, [&](double own, double its, double* values) {
+                const bool capped = its * lo > own, floored = own > its * hi;
+                values[0] = capped || floored ? its : 0.0, values[1] = capped ? own : 0.0, values[2] = floored ? own : 0.0;
+            });
+            const double a = sums[0], p_cap = sums[1], p_floor = sums[2] + at.others;
+            const double gap = a - p_cap / lo - p_floor / hi, b = a * kappa - p_cap - p_floor;
+            const double spread = std::sqrt(b * b + 4.0 * a * p_cap * kappa);
+            const double root = b > 0.0 ? 2.0 * p_cap * kappa / (spread + b) : (spread - b) / (2.0 * a);
+            if (std::fabs(gap) <= 1e-12 || std::fabs(root - lo) <= 1e-10 * lo || high - low <= 1e-12 * high) break;
+            (gap > 0.0 ? high : low) = lo;
+            lo = root > low && root < high ? root : std::sqrt(low) * std::sqrt(high);
+        }
+        Clip clip{1.0 / lo, 1.0 / std::max(lo + kappa, 1.0)};
+        double left[1];
+        at.sum(left, [&](double own, double its, double* values) { values[0] = std::max(clip.under * own - its, 0.0); });
+        if (left[0] + clip.under * at.others < at.impossible)  // their weight must go somewhere
+            clip = {at.cap(at.impossible), at.under(at.impossible)};
+        return clip;
+    }
+
+    // a(x) of a token with p(x) and q(x).
+    float chance(float target, float draft) const {
+        const float n = (float)std::min(target * cap, (double)std::numeric_limits<float>::max());
+        return !(target > 0.0f) ? 0.0f : n >= draft ? 1.0f : n / draft;
+    }
+
+    // TV between the rule's law and p: the sum of (q a - p)+.
+    float variation(const Position& at) const {
+        double sum[1];
+        at.sum(sum, [&](double own, double its, double* values) { values[0] = std::max(std::min(its, own * cap) - own, 0.0); });
+        return sum[0];
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
 // What a rule says of a drafted token: `share` is its alpha there. By `exact` (0), `mixture` (1), `lenience` (2), and by `priced`
-// (3) for tokens that are one-hot, the law after a rejection is that of p - q, as in acceptance.py.
+// (3) for tokens that are one-hot, the law after a rejection is that of p - q, as in acceptance.py; by `priced` and `optimal` (4)
+// for others see `Clip`.
 struct Rule {
     int64_t kind;
     float share;
@@ -161,17 +310,26 @@ void lossyspec_judge(const float* p, int64_t rows, int64_t width, int64_t vocab,
                      const int64_t* support, const int64_t* tokens, const int64_t* lengths, const double* numbers, int64_t kind,
                      const float* shares, int64_t* accepted, int64_t* following, float* variation) {
     static thread_local std::vector<float> rest;
+    static thread_local Position position;
+    const bool clips = q && kind >= 3;
     for (int64_t row = 0; row < rows; row++) {
         const double* number = numbers + row * (width + 1);
         int64_t kept = 0;
+        Clip clip;
         for (; kept < lengths[row]; kept++) {
             const int64_t at = row * width + kept, token = tokens[at];
             const float* target = p + (row * (width + 1) + kept) * vocab;
             const float* draft = q ? q + at * outputs : nullptr;
             const Rule rule{kind, shares[at]};
             const int64_t place = q && support ? std::lower_bound(support, support + outputs, token) - support : token;
-            const float chance = q ? rule.chance(target[token], draft[place]) : rule.chance(target[token]);
-            if (rule.kind && rule.share > 0.0f)
+            float chance = q ? rule.chance(target[token], draft[place]) : rule.chance(target[token]);
+            clip = {};
+            if (clips && rule.share > 0.0f) {
+                position.set(target, vocab, draft, support, outputs);
+                clip = kind == 3 ? Clip::priced(position, rule.share) : Clip::optimal(position, rule.share);
+                chance = clip.chance(target[token], draft[place]);
+                variation[at] = clip.variation(position);
+            } else if (rule.kind && rule.share > 0.0f)
                 variation[at] = q ? rule.variation(target, draft, support, outputs) : chance - target[token];
             if (!(number[kept] < chance)) break;
         }
@@ -183,6 +341,8 @@ void lossyspec_judge(const float* p, int64_t rows, int64_t width, int64_t vocab,
             if (!q) rest[tokens[row * width + kept]] = 0.0f;
             else {
                 const float* draft = q + (row * width + kept) * outputs;
+                if (clip.under != 1.0)
+                    for (float& left : rest) left *= (float)clip.under;
                 for (int64_t i = 0; i < outputs; i++) {
                     float& left = rest[support ? support[i] : i];
                     left = left > draft[i] ? left - draft[i] : 0.0f;

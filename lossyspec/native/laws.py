@@ -10,8 +10,8 @@ from torch import Tensor
 from .build import library
 
 #: that `judge` knows, by their numbers there: for any draft, and for drafts whose tokens are one-hot
-RULES = {"exact": 0, "mixture": 1, "lenience": 2}
-ONE_HOT_RULES = RULES | {"optimal": 1, "priced": 3}
+RULES = {"exact": 0, "mixture": 1, "lenience": 2, "priced": 3, "optimal": 4}
+ONE_HOT_RULES = RULES | {"optimal": 1}
 
 
 def takes(values: Tensor) -> bool:
@@ -79,7 +79,7 @@ def judge(
     code.lossyspec_judge(
         kept[0].data_ptr(), rows, width, p.shape[-1], None if drawn is None else drawn.data_ptr(),
         0 if drawn is None else drawn.shape[-1], None if support is None else support.data_ptr(), kept[1].data_ptr(),
-        counts[0].data_ptr(), kept[2].data_ptr(), ONE_HOT_RULES[rule], kept[3].data_ptr(), counts[1].data_ptr(),
+        counts[0].data_ptr(), kept[2].data_ptr(), (ONE_HOT_RULES if q is None else RULES)[rule], kept[3].data_ptr(), counts[1].data_ptr(),
         counts[2].data_ptr(), variation.data_ptr(),
     )  # fmt: skip
     accepted, following = counts[1:].tolist()

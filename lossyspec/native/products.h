@@ -1,11 +1,12 @@
 // Products of rows of activations with packed matrices, by vectors, or by tiles (AMX) where the CPU has them.
 //
 // With int4 and int8 weights they are sums of whole numbers. Activations are digits of -127 .. 127 under the largest magnitude
-// of their group of 32 inputs; a group 1.5 times as large as the row's groups are (root mean square) has second digits,
-// 254 to a first one, and so have all where there are under four. Most groups are smaller, by the outliers that language models have, and their steps are finer than those anyway:
-// the embedded model's law is nearer to that of exact activations than by bf16 ones (docs/runtime.md). Sums of a group are exact,
-// and floats are added in one order, so that a row's result is the same to the bit in any company: the law does not depend on
-// how many tokens a pass verifies. Tiles multiply int8 weights without groups: there a row has one unit, and all second digits.
+// of their group of 32 inputs. A group 1.5 times as large as the row's groups are (root mean square) has second digits, 254 to a
+// first one, and so has each of a row of under four: language models have outliers, and what is far below them does not need
+// their range. The embedded model's law is nearer to that of exact activations than by bf16 ones (docs/runtime.md). Sums of a
+// group are exact, and floats are added in one order, so that a row's result is the same to the bit in any company: the law does
+// not depend on how many tokens a pass verifies. Tiles multiply int8 weights without groups: there a row has one unit, and all
+// second digits.
 // With bf16 weights rows are multiplied in fp32; by tiles as the sum of two bf16 numbers, which is 2^-17 off.
 //
 // Outputs lie in blocks of 16, one to a lane. int4 (w = scale * (n - 8) + middle, n in 0 .. 15, groups of 32 inputs): by group
@@ -31,10 +32,10 @@ constexpr int MOST_ROWS = 32;  // that a block is multiplied with at a time
 
 // What a row has of a group of inputs, in a line of the cache: a thread that multiplies fetches no more of what another one made.
 struct alignas(64) Part {
-    int8_t digits[GROUP];  // the first ones, zeros past the last input
-    float unit, all;       // what a first digit stands for; what all digits stand for
-    int32_t first, second; // what sums of int8 products with first and second digits begin with, as `dot8` adds to them
-    int32_t two;           // whether there are second digits
+    int8_t digits[GROUP];   // the first ones, zeros past the last input
+    float unit, all;        // what a first digit stands for; what all digits stand for
+    int32_t first, second;  // what sums of int8 products with first and second digits begin with, as `dot8` adds to them
+    int32_t two;            // whether there are second digits
 };
 
 // Rows of activations: (groups, rows) parts, and (rows, groups, GROUP) second digits. For bf16 weights (rows, width) as they are;
@@ -88,7 +89,7 @@ struct Digits {
         // The largest magnitude; NaN where one is not finite: magnitudes are in the order of their bits, with those last.
         float most() const {
             const Ints one = (Ints)half[0] & 0x7fffffff, other = (Ints)half[1] & 0x7fffffff;
-            const float result = largest((Floats)(one > other ? one : other));
+            const float result = as_float(largest(one > other ? one : other));
             return result < INFINITY ? result < 1e-30f ? 1e-30f : result : NAN;
         }
     };

@@ -75,12 +75,12 @@ inline Floats load_bf16(const void* from) {
     return (Floats)(__builtin_convertvector(halves, Ints) << 16);
 }
 
-inline float widened(uint16_t half) {
-    const uint32_t bits = (uint32_t)half << 16;
+inline float as_float(uint32_t bits) {
     float result;
     std::memcpy(&result, &bits, 4);
     return result;
 }
+inline float widened(uint16_t half) { return as_float((uint32_t)half << 16); }
 
 // To the nearest, halves to even; NaN stays one.
 inline uint16_t narrowed(float value) {
@@ -119,13 +119,21 @@ inline float total(Floats values) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// The same of whole numbers, and the largest of them.
+typedef int32_t EightInts __attribute__((vector_size(32)));
+typedef int32_t QuarterInts __attribute__((vector_size(16)));
 inline int32_t total(Ints values) {
-    typedef int32_t Eight __attribute__((vector_size(32)));
-    typedef int32_t Quarter __attribute__((vector_size(16)));
-    union { Ints whole; Eight half[2]; } sixteen{values};
-    union { Eight whole; Quarter half[2]; } eight{sixteen.half[0] + sixteen.half[1]};
-    const Quarter four = eight.half[0] + eight.half[1];
+    union { Ints whole; EightInts half[2]; } sixteen{values};
+    union { EightInts whole; QuarterInts half[2]; } eight{sixteen.half[0] + sixteen.half[1]};
+    const QuarterInts four = eight.half[0] + eight.half[1];
     return (four[0] + four[2]) + (four[1] + four[3]);
+}
+inline int32_t largest(Ints values) {
+    union { Ints whole; EightInts half[2]; } sixteen{values};
+    union { EightInts whole; QuarterInts half[2]; } eight{sixteen.half[0] > sixteen.half[1] ? sixteen.half[0] : sixteen.half[1]};
+    const QuarterInts four = eight.half[0] > eight.half[1] ? eight.half[0] : eight.half[1];
+    const int32_t a = four[0] > four[2] ? four[0] : four[2], b = four[1] > four[3] ? four[1] : four[3];
+    return a > b ? a : b;
 }
 
 // No NaN among them.
