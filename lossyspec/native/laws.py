@@ -74,12 +74,12 @@ def judge(
     code, rows, width = library(), *tokens.shape
     assert code is not None
     kept = [part.contiguous() for part in (p, tokens, numbers.double(), alpha.float())]  # while there are addresses of them
-    drawn = None if q is None else q.contiguous()
+    drawn, kind = (None, ONE_HOT_RULES[rule]) if q is None else (q.contiguous(), RULES[rule])
     counts, variation = torch.tensor([list(lengths), [0] * rows, [0] * rows]), torch.zeros(rows, width)
     code.lossyspec_judge(
         kept[0].data_ptr(), rows, width, p.shape[-1], None if drawn is None else drawn.data_ptr(),
         0 if drawn is None else drawn.shape[-1], None if support is None else support.data_ptr(), kept[1].data_ptr(),
-        counts[0].data_ptr(), kept[2].data_ptr(), (ONE_HOT_RULES if q is None else RULES)[rule], kept[3].data_ptr(), counts[1].data_ptr(),
+        counts[0].data_ptr(), kept[2].data_ptr(), kind, kept[3].data_ptr(), counts[1].data_ptr(),
         counts[2].data_ptr(), variation.data_ptr(),
     )  # fmt: skip
     accepted, following = counts[1:].tolist()
