@@ -72,7 +72,7 @@ class Runner:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Of the keys and values of a text whose prompt is read by the usual passes."""
         return self._native.dtype if self._native is not None else self.model.dtype
 
     def fork(self) -> Runner:

@@ -30,9 +30,10 @@ PRINCIPLED_RULES = ("exact", "mixture", "optimal", "priced", "lenience")
 MAX_DRAFT_LENGTH = 16
 #: tokens of a block of sparse attention; 0 is dense
 BLOCKS = (8, 16, 32, 64, 128)
-#: bytes of a weight (an int4 group has 4 bytes of scales; int4-int8 is int8 at both ends), and of a number of the cache
+#: bytes of a weight (an int4 group has 4 bytes of scales; int4-int8 is int8 at both ends), and of a number of the cache,
+#: which is bf16 beside packed weights, and fp32 there on a CPU without our compiled code
 WEIGHT_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4-int8": 0.7, "int4": 0.625}
-CACHE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "int8": 4, "int4-int8": 4, "int4": 4}
+CACHE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "int8": 2, "int4-int8": 2, "int4": 2}
 
 
 class Model(BaseModel):

@@ -70,7 +70,8 @@ class BlockIndex:
         batch, count, heads, size = q.shape
         grouped = q.view(batch, count, bounds.shape[1], heads // bounds.shape[1], size)
         parts = torch.cat([grouped.clamp_min(0).sum(3), grouped.clamp_max(0).sum(3)], -1)
-        return parts.transpose(1, 2).to(bounds.dtype) @ bounds.transpose(-1, -2)
+        wide = torch.promote_types(parts.dtype, bounds.dtype)  # scores of few bits would have ties, which fall as they may
+        return parts.transpose(1, 2).to(wide) @ bounds.transpose(-1, -2).to(wide)
 
 
 def pick_blocks(part: Tensor, blocks: Tensor, block: int, out: Tensor | None = None) -> Tensor:

@@ -135,8 +135,7 @@ def _judge(p: Tensor, proposal: Proposal, settings: Settings, alpha: Tensor, uni
         token = following.argmax(-1) if greedy else draw(following, uniforms[:, -1])
         return Verdict([0] * p.shape[0], token.tolist(), p.new_zeros(p.shape[0], 0))
     rule = settings.rule if settings.relaxed else "exact"
-    known = native.ONE_HOT_RULES if proposal.q is None else native.RULES
-    if not greedy and rule in known and native.takes(p):
+    if not greedy and rule in native.RULES and native.takes(p):
         return Verdict(
             *native.judge(rule, p, proposal.q, proposal.support, proposal.tokens, proposal.lengths, alpha, uniforms)
         )

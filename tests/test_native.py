@@ -451,6 +451,9 @@ def test_verdicts_are_those_of_torchs_operations(
     support = torch.randperm(300, generator=generator)[:80].sort().values if kind == "support" else None
     laws_of_draft = p[:, :width] + 1e-3 if support is None else p[:, :width, support] + 1e-3
     near = laws_of_draft * torch.rand(laws_of_draft.shape, generator=generator).pow(seed % 3)
+    if seed % 2:  # a filtered draft
+        near *= torch.rand(near.shape, generator=generator) < 0.5
+        near[..., 0] += 1e-3
     q = None if kind == "one-hot" else near / near.sum(-1, keepdim=True)
     chosen = torch.multinomial(near.flatten(0, 1), 1, generator=generator).view(rows, width)
     tokens = chosen if support is None else support[chosen]

@@ -17,6 +17,7 @@ from lossyspec.decoding import Job, decode
 from lossyspec.errors import ConfigurationError
 from lossyspec.kv_cache import RowCache
 from lossyspec.ngram_drafting import NgramDraft
+from lossyspec.quantised import quantise
 from lossyspec.runner import Runner
 from lossyspec.settings import Attention, Sampling, Settings
 from lossyspec.sparse import BlockIndex, SparseReader, pick_blocks
@@ -195,9 +196,15 @@ def test_blocks_enough_for_all_of_a_longer_text_give_the_dense_logits(runner: Ru
     assert not torch.allclose(long[0], long[1], rtol=1e-4, atol=1e-4)  # one block of nineteen is skipped
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
-def test_verifying_many_tokens_is_what_single_passes_are_in_a_ragged_batch(architecture: str) -> None:
-    runner = Runner(lively_model(architecture))
+@pytest.mark.parametrize(
+    ("architecture", "precision"),
+    [("llama", "fp32"), ("qwen3", "fp32"), ("gemma3", "fp32"), ("llama", "int4"), ("qwen3", "int8")],
+)
+def test_verifying_many_tokens_is_what_single_passes_are_in_a_ragged_batch(architecture: str, precision: str) -> None:
+    """Beside packed weights entries may be kept in bf16, and then a last digit falls here or there."""
+    model = lively_model(architecture)
+    runner = Runner(model, stack=None if precision == "fp32" else quantise(model, precision))
+    most = 1e-3 if precision == "fp32" else 2e-2
     prompts, more = [tokens_of(90), tokens_of(33, 1), tokens_of(61, 2)], tokens_of(12, 3)
     starts = [len(prompt) - 1 for prompt in prompts]
     runner.start(prompts, 128)
@@ -207,7 +214,7 @@ def test_verifying_many_tokens_is_what_single_passes_are_in_a_ragged_batch(archi
         runner.start([prompt], 128)
         for place in range(step.shape[1]):
             alone = runner.logits(step[row : row + 1, place : place + 1], [starts[row] + place], SMALL)
-            torch.testing.assert_close(alone[0, 0], at_once[row, place], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(alone[0, 0], at_once[row, place], rtol=most, atol=most)
 
 
 def test_a_sparse_target_is_decoded_losslessly_by_rejected_and_accepted_drafts(runner: Runner) -> None:

@@ -98,8 +98,8 @@ class ModelPool:
             else:
                 copies = 2 if native and own == "bf16" else 1  # the compiled passes have their own, beside that for prompts
                 total += copies * WEIGHT_BYTES[own] * model.weights
-                sixteen_bits = own in QUANTISED and (native or model.model.device.type == "cuda")
-                held = 2 if sixteen_bits else CACHE_BYTES[own]
+                on_cpu = model.model.device.type == "cpu"
+                held = 4 if own in QUANTISED and on_cpu and not native else CACHE_BYTES[own]
                 total += held * batch * context * numbers_per_token(model.model.config)
         return round(total)
 

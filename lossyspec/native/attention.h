@@ -143,10 +143,11 @@ inline void weighted_sums(const float* weights, const Number* values, int64_t si
     if constexpr (SIZE == 0)
         for (; i < size; i++)
             for (int n = 0; n < N; n++) {
-            float one = 0.0f;
-            for (int64_t slot = from; slot < to; slot++) one += weights[n * CHUNK + slot] * values[slot * size + i];
-            y[n * step + i] = one;
-        }
+                float one = 0.0f;
+                for (int64_t slot = from; slot < to; slot++)
+                    one = std::fma(weights[n * CHUNK + slot], values[slot * size + i], one);
+                y[n * step + i] = one;
+            }
 }
 
 // Each query's part of a chunk of `slots` slots, `begin` slots from the row's first one. keys, values: (slots, size) of the chunk;
@@ -241,11 +242,11 @@ inline void fold(float* seen, const float* part, int64_t size) {
     if (other_sum == 0.0f) return;
     const bool higher = other_top > top;
     const float old = higher ? std::exp(top - other_top) : 1.0f, young = higher ? 1.0f : std::exp(other_top - top);
-    sum = sum * old + other_sum * young;
+    sum = std::fma(other_sum, young, sum * old);
     top = higher ? other_top : top;
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(seen + i, load(seen + i) * all(old) + load(part + i) * all(young));
-    for (; i < size; i++) seen[i] = seen[i] * old + part[i] * young;
+    for (; i + LANES <= size; i += LANES) store(seen + i, fused(load(part + i), all(young), load(seen + i) * all(old)));
+    for (; i < size; i++) seen[i] = std::fma(part[i], young, seen[i] * old);
 }
 
 // y (size) of all that was seen, which is in the order of pairs or its own.
@@ -296,6 +297,9 @@ struct Attention {
             const int64_t task = index / see, row = task / (pieces * kv_heads), piece = task / kv_heads % pieces;
             const int64_t head = task % kv_heads, at = (row * kv_heads + head) * slots * size;
             const int64_t first = piece * ROWS, some = count - first < ROWS ? count - first : ROWS;
+            const int64_t from = first_seen(starts[row] + first, window) / CHUNK, only = index % see;
+            const int64_t to = (starts[row] + first + some + CHUNK - 1) / CHUNK;
+            if (spread && (only < from || only >= to)) continue;
             for (int64_t n = 0; n < some * group; n++) {
                 const int64_t token = first + n / group, slot = starts[row] + token;
                 const float* its = states + (row * count + token) * wide + (head * group + n % group) * size;
@@ -308,10 +312,8 @@ struct Attention {
                 (half ? attend_sized<uint16_t> : attend_sized<float>)(asked, some * group, keys, values, at, slots, size, begin,
                                                                       end, own, parts);
             };
-            const int64_t from = asked[0].first / CHUNK, to = (asked[some * group - 1].end + CHUNK - 1) / CHUNK;
             if (spread) {
-                const int64_t chunk = index % chunks;
-                if (chunk >= from && chunk < to) attend(chunk, shared + index * queries * numbers);
+                attend(only, shared + index * queries * numbers);
                 continue;
             }
             for (int64_t n = 0; n < some * group; n++) nothing_seen(seen + n * numbers);

@@ -121,7 +121,7 @@ struct Position {
     const float* q = nullptr;
     double others = 0.0, impossible = 0.0;  // the draft's weight on tokens that the target excludes
 
-    // sums(i, add): of each number of tokens that the sums are asked for.
+    // N sums over all tokens: sums(p, q, values) says what one adds to each.
     template <int N, typename Sums>
     void sum(double (&result)[N], Sums sums) const {
         double parts[N][LANES] = {};
@@ -203,9 +203,9 @@ struct Clip {
     double cap = 1.0, under = 1.0;
 
     static Clip optimal(const Position& at, float share) {
-        double half[1];
-        at.sum(half, [](double own, double its, double* values) { values[0] = std::fabs(own - its); });
-        const double excess = std::max((1.0 - share) * 0.5 * (half[0] + at.others), at.impossible);
+        double difference[1];
+        at.sum(difference, [](double own, double its, double* values) { values[0] = std::fabs(own - its); });
+        const double excess = std::max((1.0 - share) * 0.5 * (difference[0] + at.others), at.impossible);
         return {at.cap(excess), at.under(excess)};
     }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .build import library
 
-#: that `judge` knows, by their numbers there: for any draft, and for drafts whose tokens are one-hot
+#: that `judge` knows, by their numbers there, and those for drafts whose tokens are one-hot
 RULES = {"exact": 0, "mixture": 1, "lenience": 2, "priced": 3, "optimal": 4}
 ONE_HOT_RULES = RULES | {"optimal": 1}
 

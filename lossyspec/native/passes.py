@@ -135,10 +135,8 @@ class NativeLayers:
                 layer.lazy_initialization(empty, empty)
         turns = {kind: self._turned(kind, starts, count) for kind in set(self.kinds)}
         number, pointer, layers = ctypes.c_int64, ctypes.c_void_p, len(self.kinds)
-        cosines, sines = (
-            (pointer * layers)(*map({kind: own[part].data_ptr() for kind, own in turns.items()}.__getitem__, self.kinds))
-            for part in (0, 1)
-        )
+        places = {kind: [part.data_ptr() for part in both] for kind, both in turns.items()}
+        cosines, sines = ((pointer * layers)(*[places[kind][part] for kind in self.kinds]) for part in (0, 1))
         keys, values, slots = self._places(cache)
         result = build.Pass(
             keys, values, (number * rows)(*starts), slots, cosines, sines,
@@ -194,14 +192,14 @@ class NativeStack(NativeLayers):
             stack.layers, stack.norm, (stack.heads, stack.kv_heads, stack.size), stack.scale, turns, stack.kinds,
             getattr(config, "sliding_window", None) or 0, stack.head_epsilon,
         )  # fmt: skip
-        self._stack, self._numbers, self.dtype = stack, stack.model.dtype, torch.bfloat16
+        self._stack, self._model_dtype, self.dtype = stack, stack.model.dtype, torch.bfloat16
         self._embed = stack.model.base_model.embed_tokens
         self._head = pack16(stack.model.get_output_embeddings().weight) if self._plain_head() else None
 
     def takes(self, count: int) -> bool:
         """Whether a pass of so many tokens a row runs here: prompts are read faster by the CPU's units for bf16. All others
         round alike, plain ones and those that verify, whatever the batch."""
-        return self._numbers != torch.bfloat16 or count <= _FEW or not multiplies_bf16()
+        return self._model_dtype != torch.bfloat16 or count <= _FEW or not multiplies_bf16()
 
     def _plain_head(self) -> bool:
         """Whether the output rows are a linear layer in bf16 that nothing listens to."""
@@ -212,7 +210,7 @@ class NativeStack(NativeLayers):
 
     def hidden(self, tokens: Tensor, starts: Sequence[int], cache: RowCache) -> Tensor:
         """Final states (batch, n, hidden) of tokens (batch, n), in the model's dtype; see `through`."""
-        return self.through(self._embed(tokens).float(), starts, cache).to(self._numbers)
+        return self.through(self._embed(tokens).float(), starts, cache).to(self._model_dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(.., V) of hidden states."""

@@ -37,6 +37,7 @@ struct alignas(64) Part {
     int32_t first, second;  // what sums of int8 products with first and second digits begin with, as `dot8` adds to them
     int32_t two;            // whether there are second digits
 };
+static_assert(sizeof(Part) == 2 * GROUP, "Digits::bytes counts on it");
 
 // Rows of activations: (groups, rows) parts, and (rows, groups, GROUP) second digits. For bf16 weights (rows, width) as they are;
 // by tiles (rows, 2, width) pairs of bf16 numbers, and for int8 weights pairs of digits. There is room to read ROWS rows too many.
@@ -116,7 +117,7 @@ struct Digits {
             Numbers numbers(x + group * GROUP, width - group * GROUP);
             const float size = made.unit, unit = size / MOST;
             if (size != size) numbers.half[0] = numbers.half[1] = Floats{};
-            made.two = groups < FEW || size * size * groups >= TWICE * squares;
+            made.two = groups < FEW_GROUPS || size * size * groups >= LARGE_SQUARES * squares;
             Ints ones = {}, others = {};
             for (int i = 0; i < 2; i++)
                 digit(numbers.half[i], size == size ? MOST / size : 0.0f, made.two ? SECOND : 0.0f, made.digits + LANES * i,
@@ -160,7 +161,7 @@ struct Scales4 {
 
     // A row's sum, with the group's products with its digits.
     Floats added(Floats sum, Floats products, const Part& part) const {
-        return fused(zero, all(part.all), fused(scale, products * part.unit, sum));
+        return fused(zero, all(part.all), fused(scale, products * all(part.unit), sum));
     }
 };
 

@@ -14,10 +14,10 @@ namespace {
 
 constexpr int LANES = 16, GROUP = 32, GROUP4_BYTES = 320, ROWS = 8;
 constexpr int AHEAD = 12288;  // bytes of weights that are fetched ahead: the hardware alone stays behind
-// Of digits: the largest, and second ones to a first one. From TWICE times the mean of squares on a group has both, and where there
-// are under FEW groups.
-constexpr float MOST = 127.0f, SECOND = 254.0f, TWICE = 2.25f;
-constexpr int FEW = 4;
+// Of digits: the largest, and second ones to a first one. A group whose square is so many times the mean of squares has both, and
+// each of a row of fewer groups than that.
+constexpr float MOST = 127.0f, SECOND = 254.0f, LARGE_SQUARES = 2.25f;
+constexpr int FEW_GROUPS = 4;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -89,11 +89,6 @@ inline uint16_t narrowed(float value) {
     return value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
 
-// Numbers of a cache: 16 of them, and one.
-inline Floats load(const uint16_t* from) { return load_bf16(from); }
-inline float number(float value) { return value; }
-inline float number(uint16_t value) { return widened(value); }
-
 // Whole numbers, halves to the even one.
 inline Ints nearest(Floats x) {
 #if defined(__AVX512F__)
@@ -105,7 +100,6 @@ inline Ints nearest(Floats x) {
     return to.whole;
 #endif
 }
-inline int nearest(float x) { return _mm_cvtss_si32(_mm_set_ss(x)); }
 
 // Sums of four by four lanes.
 inline Quarter quarters(Floats values) {
