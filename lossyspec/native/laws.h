@@ -198,9 +198,13 @@ struct Position {
     static constexpr int MOST_STEPS = 64;
 };
 
-// `optimal` accepts q up to p / lo and fills up to p / hi: here 1 / lo and 1 / hi.
+// `optimal` accepts q up to p / lo and fills up to p / hi: here 1 / lo, at most the largest number of fp32 as in acceptance.py, whose
+// law it has to be, and 1 / hi.
 struct Clip {
     double cap = 1.0, under = 1.0;
+
+    Clip() = default;
+    Clip(double cap, double under) : cap(std::min(cap, (double)std::numeric_limits<float>::max())), under(under) {}
 
     static Clip optimal(const Position& at, float share) {
         double difference[1];
