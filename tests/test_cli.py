@@ -638,7 +638,11 @@ def test_generate_prints_the_answer_alone_on_stdout(cli: Cli, tiny: Path) -> Non
     args = ("generate", "w1 w2 w1 w2", "--target", str(tiny), "--max-new-tokens", "12", "--seed", "3")
     text, data = cli(*args), cli(*args, "--json")
     assert (text.code, data.code) == (0, 0)
-    assert re.search(r"\[profile: none; \d+ tokens in \d+ rounds, .* a round; .* tokens/s; ended by \w+\]", text.err)
+    assert re.search(
+        r"\[rule exact; profile match: none; \d+ tokens in \d+ rounds, .* a round; .* tokens/s; ended by \w+\]", text.err
+    )
+    relaxed = cli(*args, "--alpha", "0.25")
+    assert "[rule optimal at alpha 0.25; profile match: none; " in relaxed.err
     answer = json.loads(data.out)
     assert text.out == answer["text"] + "\n"
     assert answer["match"] == "none"

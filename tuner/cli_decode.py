@@ -110,7 +110,7 @@ def generate(
         print_json({"text": "".join(text), **facts, "settings": decoder.settings.model_dump(mode="json")})
         return
     click.echo()
-    click.echo(_footer(facts), err=True)
+    click.echo(_footer(facts, decoder.settings), err=True)
 
 
 def _changed(settings: Settings, changes: dict[str, Any]) -> Settings:
@@ -123,12 +123,13 @@ def _changed(settings: Settings, changes: dict[str, Any]) -> Settings:
     return make_settings(**values)
 
 
-def _footer(facts: dict[str, Any]) -> str:
+def _footer(facts: dict[str, Any], settings: Settings) -> str:
+    rule = f"{settings.rule} at alpha {settings.alpha:g}" if settings.relaxed else "exact"
     accepted = (
         f"{facts['accepted']} of {facts['drafted']} drafted tokens accepted" if facts["drafted"] else "nothing drafted"
     )
     return (
-        f"[profile: {facts['match']}; {facts['tokens']} tokens in {facts['rounds']} rounds, "
+        f"[rule {rule}; profile match: {facts['match']}; {facts['tokens']} tokens in {facts['rounds']} rounds, "
         f"{facts['tokens_per_round']:.2f} a round; {accepted}; {facts['tokens_per_s']:.1f} tokens/s; "
         f"ended by {facts['finish_reason']}]"
     )
