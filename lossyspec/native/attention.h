@@ -35,12 +35,8 @@ inline void read_slots(const uint16_t* from, int64_t count, float* to) {
     for (; i < count; i++) to[i] = widened(from[i]);
 }
 
-// bf16 numbers in pairs: of 32 the 16 even ones, then the odd ones, each an operation away from its pair. Sums over a head do not
-// mind its order, so queries and results have it too where keys and values are read in it.
-inline Floats load_pair(const uint16_t* from, int which) {
-    const Ints pairs = *(const LooseInts*)from;
-    return which ? (Floats)(pairs & all((int32_t)0xffff0000)) : (Floats)(pairs << 16);
-}
+// Pairs (`load_pair`) of a head's numbers: sums over a head do not mind its order, so queries and results have it too where keys
+// and values are read in it.
 inline void read_pairs(const uint16_t* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i += LANES) store(to + i, load_pair(from + i / (2 * LANES) * 2 * LANES, i / LANES % 2));
 }

@@ -115,8 +115,7 @@ inline void block16(const uint8_t* block, int64_t ahead, const Digits& x, int64_
     Floats even[N] = {}, odd[N] = {};
     for (int64_t i = 0; i < x.width; i += 2, block += 4 * LANES) {
         __builtin_prefetch(block + ahead, 0, 3);
-        const Ints pairs = *(const LooseInts*)block;
-        const Floats one = (Floats)(pairs << 16), other = (Floats)(pairs & (int32_t)0xffff0000);
+        const Floats one = load_pair(block, 0), other = load_pair(block, 1);
         for (int n = 0; n < N; n++) {
             even[n] = fused(one, all(values[n * x.width + i]), even[n]);
             odd[n] = fused(other, all(values[n * x.width + i + 1]), odd[n]);

@@ -246,7 +246,7 @@ struct Clip {
 
     // a(x) of a token with p(x) and q(x).
     float chance(float target, float draft) const {
-        const float n = (float)std::min(target * cap, (double)std::numeric_limits<float>::max());
+        const float n = (float)(target * cap);
         return !(target > 0.0f) ? 0.0f : n >= draft ? 1.0f : n / draft;
     }
 

@@ -23,8 +23,6 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef float Eight __attribute__((vector_size(32)));
-typedef float Quarter __attribute__((vector_size(16)));
 typedef int8_t Digits16 __attribute__((vector_size(16)));
 typedef int8_t LooseDigits16 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef float LooseFloats __attribute__((vector_size(64), aligned(4), may_alias));
@@ -75,6 +73,12 @@ inline Floats load_bf16(const void* from) {
     return (Floats)(__builtin_convertvector(halves, Ints) << 16);
 }
 
+// Of 32 bf16 numbers the 16 even ones, or the odd ones: each an operation away from its pair.
+inline Floats load_pair(const void* from, int odd) {
+    const Ints pairs = *(const LooseInts*)from;
+    return odd ? (Floats)(pairs & all((int32_t)0xffff0000)) : (Floats)(pairs << 16);
+}
+
 inline float as_float(uint32_t bits) {
     float result;
     std::memcpy(&result, &bits, 4);
@@ -101,43 +105,28 @@ inline Ints nearest(Floats x) {
 #endif
 }
 
-// Sums of four by four lanes.
-inline Quarter quarters(Floats values) {
-    union { Floats whole; Eight half[2]; } sixteen{values};
-    union { Eight whole; Quarter half[2]; } eight{sixteen.half[0] + sixteen.half[1]};
-    return eight.half[0] + eight.half[1];
+// All lanes by a function of two of them, or of two vectors of them: halves, then quarters, then their lanes.
+template <typename Number, typename Vector, typename Both>
+inline Number folded(Vector values, Both both) {
+    typedef Number Half __attribute__((vector_size(32)));
+    typedef Number Fourth __attribute__((vector_size(16)));
+    union { Vector whole; Half half[2]; } sixteen{values};
+    union { Half whole; Fourth half[2]; } eight{both(sixteen.half[0], sixteen.half[1])};
+    const Fourth four = both(eight.half[0], eight.half[1]);
+    return both(both(Number(four[0]), Number(four[2])), both(Number(four[1]), Number(four[3])));
 }
+struct Sum {
+    template <typename T> T operator()(T a, T b) const { return a + b; }
+};
+struct Larger {
+    template <typename T> T operator()(T a, T b) const { return a > b ? a : b; }
+};
 
-inline float total(Floats values) {
-    const Quarter four = quarters(values);
-    return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
-// The same of whole numbers, and the largest of them.
-typedef int32_t EightInts __attribute__((vector_size(32)));
-typedef int32_t QuarterInts __attribute__((vector_size(16)));
-inline int32_t total(Ints values) {
-    union { Ints whole; EightInts half[2]; } sixteen{values};
-    union { EightInts whole; QuarterInts half[2]; } eight{sixteen.half[0] + sixteen.half[1]};
-    const QuarterInts four = eight.half[0] + eight.half[1];
-    return (four[0] + four[2]) + (four[1] + four[3]);
-}
-inline int32_t largest(Ints values) {
-    union { Ints whole; EightInts half[2]; } sixteen{values};
-    union { EightInts whole; QuarterInts half[2]; } eight{sixteen.half[0] > sixteen.half[1] ? sixteen.half[0] : sixteen.half[1]};
-    const QuarterInts four = eight.half[0] > eight.half[1] ? eight.half[0] : eight.half[1];
-    const int32_t a = four[0] > four[2] ? four[0] : four[2], b = four[1] > four[3] ? four[1] : four[3];
-    return a > b ? a : b;
-}
-
+inline float total(Floats values) { return folded<float>(values, Sum()); }
+inline int32_t total(Ints values) { return folded<int32_t>(values, Sum()); }
 // No NaN among them.
-inline float largest(Floats values) {
-    union { Floats whole; Eight half[2]; } sixteen{values};
-    union { Eight whole; Quarter half[2]; } eight{sixteen.half[0] > sixteen.half[1] ? sixteen.half[0] : sixteen.half[1]};
-    const Quarter four = eight.half[0] > eight.half[1] ? eight.half[0] : eight.half[1];
-    const float a = four[0] > four[2] ? four[0] : four[2], b = four[1] > four[3] ? four[1] : four[3];
-    return a > b ? a : b;
-}
+inline float largest(Floats values) { return folded<float>(values, Larger()); }
+inline int32_t largest(Ints values) { return folded<int32_t>(values, Larger()); }
 
 // Sums of the lanes of 16 vectors, each as any other of them: pairs of vectors are laid into one, four times.
 inline Floats totals(const Floats* from) {
